@@ -13,7 +13,7 @@ DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("softmax", "sigmoid", "none")
 
-#: Pillow's own limit: a quarter of a gibibyte of 24-bit pixels would be 89 million; Pillow refuses twice that.
+#: Where Pillow itself refuses to open an image: twice its Image.MAX_IMAGE_PIXELS.
 MAX_PIXELS = 178956970
 
 

@@ -1,0 +1,50 @@
+"""gpuml runs deep-learning models on Spark's columns, each Spark task on its own GPU.
+
+Importing it loads neither torch nor pyspark: a name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gpuml.version import __version__
+
+if TYPE_CHECKING:
+    from gpuml.errors import DeviceError, DeviceMemoryError, GpumlError, ModelError, ModelFileError, ParamError
+    from gpuml.models.file import save_model
+    from gpuml.spark.stages import ImageClassifier
+    from gpuml.spec import Preprocess
+
+__all__ = [
+    "DeviceError",
+    "DeviceMemoryError",
+    "GpumlError",
+    "ImageClassifier",
+    "ModelError",
+    "ModelFileError",
+    "ParamError",
+    "Preprocess",
+    "__version__",
+    "save_model",
+]
+
+_HOMES = {
+    "ImageClassifier": "gpuml.spark.stages",
+    "Preprocess": "gpuml.spec",
+    "save_model": "gpuml.models.file",
+    **dict.fromkeys(
+        ("DeviceError", "DeviceMemoryError", "GpumlError", "ModelError", "ModelFileError", "ParamError"), "gpuml.errors"
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gpuml' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

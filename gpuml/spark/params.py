@@ -1,0 +1,257 @@
+"""The Params that Spark lacks: which model a stage runs, and how rows go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param.shared import HasInputCol
+
+from gpuml.errors import ParamError
+from gpuml.spec import ALPHAS, DEVICES, DTYPES, MAX_PIXELS, Preprocess
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+HANDLE_INVALID = ("keep", "skip", "error")
+
+#: Setting one of these means another model file.
+MODEL_PARAMS = ("model", "weights", "labels", "preprocess")
+
+
+def choice(name: str, allowed: Sequence[str]) -> Callable[[Any], str]:
+    """A converter that takes one of some words."""
+
+    def convert(value: Any) -> str:
+        if value not in allowed:
+            raise ParamError(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
+        return str(value)
+
+    return convert
+
+
+def at_least(name: str, least: int) -> Callable[[Any], int]:
+    """A converter that takes an integer from `least` up."""
+
+    def convert(value: Any) -> int:
+        number = TypeConverters.toInt(value)
+        if isinstance(value, bool) or number < least:
+            raise ParamError(f"{name}={value!r} is not an integer from {least} up")
+        return number
+
+    return convert
+
+
+def _preprocess_json(value: Any) -> str:
+    """A Preprocess, or its JSON text, checked; "" is the model's own."""
+    if isinstance(value, Preprocess):
+        return value.to_json()
+    text = TypeConverters.toString(value)
+    if text:
+        try:
+            Preprocess.from_json(text)
+        except ValueError as error:
+            raise ParamError(f"preprocess: {error}") from error
+    return text
+
+
+def param(name: str, doc: str, converter: Callable[[Any], Any] = TypeConverters.toString) -> Param[Any]:
+    return Param(Params._dummy(), name, doc, converter)
+
+
+class HasModel(HasInputCol):
+    """Params of every stage that runs a model file over a column of images."""
+
+    inputCol = param("inputCol", "input column: binary (encoded images), or Spark's image struct (default: content)")
+    model = param(
+        "model",
+        "model source: 'torchvision:<name>', or the path on the driver of a model file (gpuml.save_model); "
+        "'sha256:<hex>' is a model in memory (from_module). No default",
+    )
+    weights = param(
+        "weights",
+        "for 'torchvision:' models: '' = the zoo's best weights; a weights name; 'none' = random, seeded by the "
+        "model's name; or the path of a state dict (.pth, .safetensors) (default: '')",
+    )
+    batchSize = param("batchSize", "rows per forward pass, from 1 up (default: 64)", at_least("batchSize", 1))
+    labels = param(
+        "labels",
+        "class names, one per output of the model, in order; [] = the model's own; if it has none, a label is the "
+        "index as text (default: [])",
+        TypeConverters.toListString,
+    )
+    preprocess = param(
+        "preprocess",
+        "how an image becomes the model's input: JSON of a gpuml.Preprocess (the setter takes one as it is); '' = the "
+        "model's own (default: '')",
+        _preprocess_json,
+    )
+    device = param(
+        "device",
+        "'auto' = the task's GPU address, else a visible GPU, else the CPU; 'cuda' = the same but never the CPU; "
+        "'cpu' (default: auto)",
+        choice("device", DEVICES),
+    )
+    dtype = param(
+        "dtype",
+        "'float32', or the autocast type 'bfloat16' or 'float16'; scores are float32 always (default: float32)",
+        choice("dtype", DTYPES),
+    )
+    decodeThreads = param(
+        "decodeThreads",
+        "threads that decode images in a task; 0 = as many as the task has cpus (default: 0)",
+        at_least("decodeThreads", 0),
+    )
+    maxPixels = param(
+        "maxPixels",
+        f"images with more pixels are refused from their header (default: {MAX_PIXELS})",
+        at_least("maxPixels", 1),
+    )
+    alpha = param(
+        "alpha",
+        "what lies under transparent pixels: 'white', 'black', or 'drop' = ignore transparency (default: white)",
+        choice("alpha", ALPHAS),
+    )
+    handleInvalid = param(
+        "handleInvalid",
+        "rows that cannot be read, nulls too: 'keep' = null outputs and a reason; 'skip' = drop the row, as a learner "
+        "or an evaluator after this stage needs; 'error' = fail, naming row and reason (default: keep)",
+        choice("handleInvalid", HANDLE_INVALID),
+    )
+    errorCol = param(
+        "errorCol",
+        "output column, string: why the row has null outputs, as 'kind: message'; null where all is well; '' = not "
+        "produced",
+    )
+    deviceCol = param(
+        "deviceCol",
+        "output column, string: the device that served the row, e.g. 'cuda:1 (address 3)'; '' = not produced "
+        "(default: '')",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(
+            inputCol="content",
+            weights="",
+            batchSize=64,
+            labels=[],
+            preprocess="",
+            device="auto",
+            dtype="float32",
+            decodeThreads=0,
+            maxPixels=MAX_PIXELS,
+            alpha="white",
+            handleInvalid="keep",
+            errorCol="error",
+            deviceCol="",
+        )
+
+    def setInputCol(self, value: str) -> Self:
+        """Set `inputCol`."""
+        return self._set(inputCol=value)
+
+    def setModel(self, value: str) -> Self:
+        """Set `model`; the next transform reads that source, even if it is the same path as before."""
+        return self._set(model=value)
+
+    def getModel(self) -> str:
+        """The value of `model`."""
+        return str(self.getOrDefault(self.model))
+
+    def setWeights(self, value: str) -> Self:
+        """Set `weights`."""
+        return self._set(weights=value)
+
+    def getWeights(self) -> str:
+        """The value of `weights`."""
+        return str(self.getOrDefault(self.weights))
+
+    def setBatchSize(self, value: int) -> Self:
+        """Set `batchSize`."""
+        return self._set(batchSize=value)
+
+    def getBatchSize(self) -> int:
+        """The value of `batchSize`."""
+        return int(self.getOrDefault(self.batchSize))
+
+    def setLabels(self, value: Sequence[str]) -> Self:
+        """Set `labels`."""
+        return self._set(labels=value)
+
+    def getLabels(self) -> list[str]:
+        """The value of `labels`; [] stands for the model's own."""
+        return list(self.getOrDefault(self.labels))
+
+    def setPreprocess(self, value: Preprocess | str) -> Self:
+        """Set `preprocess`: a `gpuml.Preprocess` or its JSON."""
+        return self._set(preprocess=value)
+
+    def getPreprocess(self) -> str:
+        """The value of `preprocess`, JSON; '' stands for the model's own."""
+        return str(self.getOrDefault(self.preprocess))
+
+    def setDevice(self, value: str) -> Self:
+        """Set `device`."""
+        return self._set(device=value)
+
+    def getDevice(self) -> str:
+        """The value of `device`."""
+        return str(self.getOrDefault(self.device))
+
+    def setDtype(self, value: str) -> Self:
+        """Set `dtype`."""
+        return self._set(dtype=value)
+
+    def getDtype(self) -> str:
+        """The value of `dtype`."""
+        return str(self.getOrDefault(self.dtype))
+
+    def setDecodeThreads(self, value: int) -> Self:
+        """Set `decodeThreads`."""
+        return self._set(decodeThreads=value)
+
+    def getDecodeThreads(self) -> int:
+        """The value of `decodeThreads`."""
+        return int(self.getOrDefault(self.decodeThreads))
+
+    def setMaxPixels(self, value: int) -> Self:
+        """Set `maxPixels`."""
+        return self._set(maxPixels=value)
+
+    def getMaxPixels(self) -> int:
+        """The value of `maxPixels`."""
+        return int(self.getOrDefault(self.maxPixels))
+
+    def setAlpha(self, value: str) -> Self:
+        """Set `alpha`."""
+        return self._set(alpha=value)
+
+    def getAlpha(self) -> str:
+        """The value of `alpha`."""
+        return str(self.getOrDefault(self.alpha))
+
+    def setHandleInvalid(self, value: str) -> Self:
+        """Set `handleInvalid`."""
+        return self._set(handleInvalid=value)
+
+    def getHandleInvalid(self) -> str:
+        """The value of `handleInvalid`."""
+        return str(self.getOrDefault(self.handleInvalid))
+
+    def setErrorCol(self, value: str) -> Self:
+        """Set `errorCol`."""
+        return self._set(errorCol=value)
+
+    def getErrorCol(self) -> str:
+        """The value of `errorCol`."""
+        return str(self.getOrDefault(self.errorCol))
+
+    def setDeviceCol(self, value: str) -> Self:
+        """Set `deviceCol`."""
+        return self._set(deviceCol=value)
+
+    def getDeviceCol(self) -> str:
+        """The value of `deviceCol`."""
+        return str(self.getOrDefault(self.deviceCol))

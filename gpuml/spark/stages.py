@@ -1,0 +1,375 @@
+"""The stages: pyspark.ml Transformers that run a model file over a column of images."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyspark import keyword_only
+from pyspark.ml import Transformer
+from pyspark.ml.param import Param
+from pyspark.ml.param.shared import HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
+from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from gpuml.errors import ParamError, RowError
+from gpuml.models import store
+from gpuml.spark import columns
+from gpuml.spark.conf import warn_of_local_gpu_amount
+from gpuml.spark.params import MODEL_PARAMS, HasModel, at_least, param
+from gpuml.spark.persistence import StageReader, StageWriter
+from gpuml.spark.udf import score_udf
+from gpuml.spec import Preprocess, Spec
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from PIL import Image
+    from torch import nn
+    from typing_extensions import Self
+
+
+class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
+    """What all stages share: they hold one model file, by its content hash, and add columns made from its output."""
+
+    #: sha256 of the model file that this stage holds; None until it is first needed.
+    _held: str | None = None
+
+    def _output_columns(self) -> dict[str, tuple[str, str]]:
+        """Param name -> (column name, the struct's field it is made from), in output order; without the empty names."""
+        raise NotImplementedError
+
+    # --- the model file -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_module(
+        cls,
+        net: nn.Module,
+        *,
+        preprocess: Preprocess,
+        labels: Sequence[str] = (),
+        activation: str = "softmax",
+        **params: Any,
+    ) -> Self:
+        """A stage for a network in memory, a notebook's own class included; workers need not know the class.
+
+        Parameters
+        ----------
+        net, preprocess, labels, activation : as `gpuml.save_model` takes them. `net` stays as it is.
+        **params : Params of the stage. `model` becomes ``sha256:<hex>``, the content hash of the exported network.
+
+        Raises
+        ------
+        ModelError
+            The network cannot be exported, or does not fit the labels.
+        """
+        from gpuml.models.file import save_model
+
+        with store.incoming() as path:
+            save_model(net, path, preprocess=preprocess, labels=labels, activation=activation)
+            sha256 = store.add(path)
+        stage = cls()
+        stage._set(**params, model=f"sha256:{sha256}")
+        stage._held = sha256
+        return stage
+
+    def _model_file(self) -> str:
+        """sha256 of the stage's model file: the one that it holds, else what `model` and its Params lead to."""
+        if self._held is None:
+            if not self.isDefined(self.model):
+                raise ParamError(
+                    f"{self.uid}: the Param model is not set; e.g. setModel('torchvision:resnet50') or "
+                    f"setModel('/path/of/model.pt2')"
+                )
+            from gpuml.models.sources import resolve
+
+            preprocess = Preprocess.from_json(self.getPreprocess()) if self.getPreprocess() else None
+            self._held = resolve(self.getModel(), self.getWeights(), self.getLabels(), preprocess)
+        return self._held
+
+    def _set(self, **kwargs: Any) -> Self:
+        super()._set(**kwargs)
+        self._forget_model(kwargs)
+        return self
+
+    def set(self, param: Param[Any], value: Any) -> None:
+        super().set(param, value)
+        self._forget_model([param.name])
+
+    def clear(self, param: Param[Any]) -> None:
+        super().clear(param)
+        self._forget_model([param.name])
+
+    def copy(self, extra: Any = None) -> Self:
+        that = super().copy(extra)
+        that._held = self._held
+        that._forget_model(param.name for param in extra or ())
+        return that
+
+    def _forget_model(self, names: Any) -> None:
+        if any(name in MODEL_PARAMS for name in names):
+            self._held = None
+
+    # --- ways out -------------------------------------------------------------------------------------------------
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        outputs = self._output_columns()
+        source = columns.input_column(dataset, self.inputCol.name, self.getInputCol())
+        columns.check_outputs(dataset, {name: column for name, (column, _) in outputs.items()})
+        spec = self._spec(field for _, field in outputs.values())
+        warn_of_local_gpu_amount(dataset.sparkSession)
+        # At every transform: the same file twice is fine, and a new context has lost it.
+        dataset.sparkSession.addArtifacts(str(store.path_of(spec.model)), file=True)
+
+        scored = score_udf(spec, image_struct=source.is_image)
+        inputs = [source.column.getField(name) for name in columns.IMAGE_TYPES] if source.is_image else [source.column]
+        struct = f"__{self.uid}"
+        result = dataset.select("*", scored(*inputs).alias(struct))
+        reason = F.col(struct)["error"]
+        if self.getHandleInvalid() == "skip":
+            result = result.where(reason.isNull())
+        made = [
+            self._checked(F.col(struct), field, dataset, source).alias(column) for column, field in outputs.values()
+        ]
+        return result.select("*", *made).drop(struct)
+
+    def _checked(self, struct: Column, field: str, dataset: DataFrame, source: columns.Input) -> Column:
+        """One output from the struct; under handleInvalid='error' evaluating it raises on a failed row."""
+        value, reason = columns.from_struct(struct, field), struct["error"]
+        if self.getHandleInvalid() != "error":
+            return value
+        message = F.concat(F.lit(f"{self.uid}: "), columns.row_name(dataset, source), F.lit(": "), reason)
+        return F.when(reason.isNull(), value).otherwise(F.raise_error(message))
+
+    def predict(self, inputs: Sequence[bytes | str | os.PathLike[str] | Image.Image | None]) -> pd.DataFrame:
+        """Run the stage here, with no Spark session, on images in memory or on local files.
+
+        Parameters
+        ----------
+        inputs : encoded bytes, paths of local files, PIL images; None is a null.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row per input, in order, columns named as the stage's outputs; vectors are float32 arrays.
+            ``handleInvalid="skip"`` drops failed rows, keeping the index of the others.
+
+        Raises
+        ------
+        ParamError
+            An input is of another type, or a URL.
+        RowError
+            ``handleInvalid="error"`` and an input cannot be read.
+        """
+        import pandas as pd
+
+        from gpuml.worker.device import Task
+        from gpuml.worker.serve import serve
+
+        rows = [_predict_input(position, value) for position, value in enumerate(inputs)]
+        outputs = self._output_columns()
+        columns.check_distinct({name: column for name, (column, _) in outputs.items()})
+        spec = self._spec(field for _, field in outputs.values())
+        made = serve(rows, spec, Task(cpus=_cpus()), lambda: store.path_of(spec.model))
+        failed = [position for position, reason in enumerate(made["error"]) if reason is not None]
+        if failed and self.getHandleInvalid() == "error":
+            first = failed[0]
+            kind, _, message = made["error"][first].partition(": ")
+            raise RowError(kind, f"input {first} ({_short(inputs[first])}): {message}")
+        frame = pd.DataFrame(
+            {column: columns.local(made, field) for column, field in outputs.values()}, index=range(len(rows))
+        )
+        return frame.drop(index=failed) if self.getHandleInvalid() == "skip" else frame
+
+    def _spec(self, fields: Iterable[str]) -> Spec:
+        """The value that travels to the workers."""
+        return Spec(
+            model=self._model_file(),
+            batch_size=self.getBatchSize(),
+            device=self.getDevice(),
+            dtype=self.getDtype(),
+            decode_threads=self.getDecodeThreads(),
+            max_pixels=self.getMaxPixels(),
+            alpha=self.getAlpha(),
+            outputs=columns.worker_fields(fields),
+            top_k=self._top_k(),
+        )
+
+    def _top_k(self) -> int:
+        return 0
+
+    def write(self) -> StageWriter:
+        return StageWriter(self)
+
+    @classmethod
+    def read(cls) -> StageReader:
+        return StageReader(cls)
+
+
+class ImageClassifier(ModelStage, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
+    """Classifies images in a column with a PyTorch model, each task on its own GPU.
+
+    Adds ``prediction`` (double index), ``predictedLabel`` (string), ``probability`` (Vector) and ``error`` (string);
+    on request ``rawPrediction`` (Vector), top-k and the device. All come from one forward pass. All input columns pass
+    through; the row of an image that cannot be read keeps its place, with nulls and the reason.
+
+    Parameters
+    ----------
+    model : ``torchvision:<name>``, or the path of a model file; see `explainParams` for this and all others.
+
+    Raises
+    ------
+    ParamError
+        A Param is out of range; at transform: a column is missing, wrongly typed or already there, `model` is unset.
+    ModelError
+        At transform: the model cannot be found or used.
+
+    Examples
+    --------
+    >>> classifier = ImageClassifier(model="torchvision:squeezenet1_1", weights="none", topKCol="top")
+    >>> classifier.predict(["examples/images/coffee.jpg"]).columns.tolist()
+    ['prediction', 'predictedLabel', 'probability', 'top', 'error']
+    """
+
+    predictionCol = param("predictionCol", "output column, double: index of the most probable class; '' = not produced")
+    predictedLabelCol = param(
+        "predictedLabelCol",
+        "output column, string: label of the most probable class; '' = not produced (default: predictedLabel)",
+    )
+    probabilityCol = param(
+        "probabilityCol", "output column, Vector: probability of each class; '' = not produced (default: probability)"
+    )
+    rawPredictionCol = param(
+        "rawPredictionCol", "output column, Vector: the model's output itself; '' = not produced (default: '')"
+    )
+    topKCol = param(
+        "topKCol", f"output column, {columns.TOP_K_TYPE}: the most probable classes; '' = not produced (default: '')"
+    )
+    topK = param("topK", "how many classes topKCol holds, from 1 up (default: 5)", at_least("topK", 1))
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        inputCol: str | None = None,
+        model: str | None = None,
+        weights: str | None = None,
+        batchSize: int | None = None,
+        labels: Sequence[str] | None = None,
+        preprocess: Preprocess | str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        decodeThreads: int | None = None,
+        maxPixels: int | None = None,
+        alpha: str | None = None,
+        handleInvalid: str | None = None,
+        errorCol: str | None = None,
+        deviceCol: str | None = None,
+        predictionCol: str | None = None,
+        predictedLabelCol: str | None = None,
+        probabilityCol: str | None = None,
+        rawPredictionCol: str | None = None,
+        topKCol: str | None = None,
+        topK: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._setDefault(
+            predictionCol="prediction",
+            predictedLabelCol="predictedLabel",
+            probabilityCol="probability",
+            rawPredictionCol="",
+            topKCol="",
+            topK=5,
+        )
+        self.setParams(**self._input_kwargs)  # type: ignore[attr-defined]  # set by keyword_only
+
+    def setParams(self, **params: Any) -> Self:
+        """Set several Params by name; None leaves one as it is."""
+        unknown = [name for name in params if not self.hasParam(name)]
+        if unknown:
+            raise ParamError(f"{type(self).__name__} has no Param {', '.join(unknown)}; see explainParams()")
+        return self._set(**{name: value for name, value in params.items() if value is not None})
+
+    def setPredictionCol(self, value: str) -> Self:
+        """Set `predictionCol`."""
+        return self._set(predictionCol=value)
+
+    def setPredictedLabelCol(self, value: str) -> Self:
+        """Set `predictedLabelCol`."""
+        return self._set(predictedLabelCol=value)
+
+    def getPredictedLabelCol(self) -> str:
+        """The value of `predictedLabelCol`."""
+        return str(self.getOrDefault(self.predictedLabelCol))
+
+    def setProbabilityCol(self, value: str) -> Self:
+        """Set `probabilityCol`."""
+        return self._set(probabilityCol=value)
+
+    def setRawPredictionCol(self, value: str) -> Self:
+        """Set `rawPredictionCol`."""
+        return self._set(rawPredictionCol=value)
+
+    def setTopKCol(self, value: str) -> Self:
+        """Set `topKCol`."""
+        return self._set(topKCol=value)
+
+    def getTopKCol(self) -> str:
+        """The value of `topKCol`."""
+        return str(self.getOrDefault(self.topKCol))
+
+    def setTopK(self, value: int) -> Self:
+        """Set `topK`."""
+        return self._set(topK=value)
+
+    def getTopK(self) -> int:
+        """The value of `topK`."""
+        return int(self.getOrDefault(self.topK))
+
+    def _top_k(self) -> int:
+        return self.getTopK()
+
+    def _output_columns(self) -> dict[str, tuple[str, str]]:
+        made = {
+            "predictionCol": (self.getPredictionCol(), "prediction"),
+            "predictedLabelCol": (self.getPredictedLabelCol(), "predictedLabel"),
+            "probabilityCol": (self.getProbabilityCol(), "probability"),
+            "rawPredictionCol": (self.getRawPredictionCol(), "rawPrediction"),
+            "topKCol": (self.getTopKCol(), "topK"),
+            "errorCol": (self.getErrorCol(), "error"),
+            "deviceCol": (self.getDeviceCol(), "device"),
+        }
+        return {name: (column, field) for name, (column, field) in made.items() if column}
+
+
+def _predict_input(position: int, value: Any) -> Any:
+    """What a user hands to predict -> what a Runner reads."""
+    from PIL import Image
+
+    if value is None or isinstance(value, (bytes, bytearray, memoryview, Image.Image)):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        path = os.fspath(value)
+        if isinstance(path, str) and "://" in path:
+            raise ParamError(
+                f"predict: input {position} is a URL, {path!r}; predict reads local files: download it first"
+            )
+        return Path(os.fsdecode(path))
+    raise ParamError(
+        f"predict: input {position} is a {type(value).__name__}; give bytes, the path of a local file, or a PIL image"
+    )
+
+
+def _short(value: Any) -> str:
+    return f"{len(value)} bytes" if isinstance(value, (bytes, bytearray, memoryview)) else repr(value)
+
+
+def _cpus() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# The path that saved stages name: it outlives any move of the modules behind it.
+ImageClassifier.__module__ = "gpuml"

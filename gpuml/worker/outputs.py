@@ -1,0 +1,74 @@
+"""Scores of a call -> the output columns of a classifier, rows laid back in order around the failed ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuml.models.file import Card
+from gpuml.spec import Spec
+from gpuml.worker.runner import Scores
+
+
+def columns(scores: Scores, card: Card, spec: Spec, device: str) -> dict[str, Any]:
+    """The columns that ``spec.outputs`` names, each as long as the input; None (NaN for a number) where a row failed.
+
+    ``prediction`` float64 index, ``predictedLabel`` str, ``probability`` and ``rawPrediction`` float32 (width,) per
+    row, ``topLabels`` and ``topProbabilities`` lists in falling order, ``error`` str, ``device`` str.
+    """
+    rows = len(scores.reasons)
+    probabilities = activate(scores.outputs, card.activation)
+    indices = probabilities.argmax(1)
+    made: dict[str, Any] = {}
+    for name in spec.outputs:
+        if name == "error":
+            made[name] = scores.reasons
+        elif name == "device":
+            made[name] = [device] * rows
+        elif name == "prediction":
+            prediction = np.full(rows, np.nan)
+            prediction[scores.good] = indices
+            made[name] = prediction
+        elif name == "predictedLabel":
+            made[name] = _around(scores, [_label(card, index) for index in indices.tolist()])
+        elif name == "probability":
+            made[name] = _around(scores, list(probabilities))
+        elif name == "rawPrediction":
+            made[name] = _around(scores, list(scores.outputs))
+        elif name in ("topLabels", "topProbabilities"):
+            top = _top(probabilities, spec.top_k)
+            if name == "topLabels":
+                values = [[_label(card, index) for index in row] for row in top.tolist()]
+            else:
+                values = np.take_along_axis(probabilities, top, 1).astype(np.float64).tolist()
+            made[name] = _around(scores, values)
+        else:
+            raise ValueError(f"no output is called {name!r}")
+    return made
+
+
+def activate(outputs: Any, activation: str) -> Any:
+    """The model's output, float32 (n, width) -> probabilities, by the model file's activation."""
+    if activation == "softmax":
+        return torch.softmax(torch.from_numpy(outputs), 1).numpy()
+    if activation == "sigmoid":
+        return torch.sigmoid(torch.from_numpy(outputs)).numpy()
+    return outputs
+
+
+def _top(probabilities: Any, k: int) -> Any:
+    """Indices of the k largest per row, falling; equal values in the order of their index, as argmax has it."""
+    return np.argsort(-probabilities, axis=1, kind="stable")[:, :k]
+
+
+def _label(card: Card, index: int) -> str:
+    return card.labels[index] if card.labels else str(index)
+
+
+def _around(scores: Scores, values: list[Any]) -> list[Any]:
+    laid: list[Any] = [None] * len(scores.reasons)
+    for row, value in zip(scores.good, values, strict=True):
+        laid[row] = value
+    return laid

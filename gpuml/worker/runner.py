@@ -1,0 +1,218 @@
+"""Images of one call -> arrays of model outputs; the next slice is decoded while the device works on this one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from gpuml.errors import DeviceMemoryError, ModelError, RowError
+from gpuml.spec import Spec
+from gpuml.worker.cache import Network
+from gpuml.worker.decode import decode, decode_pil, decode_struct
+from gpuml.worker.preprocess import normalise, resize_crop
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Outputs of the rows that could be read, and why the others could not.
+
+    Parameters
+    ----------
+    outputs : float32 (len(good), width), the model's output before any activation.
+    good : indices of those rows, ascending.
+    reasons : per row, None or ``"kind: message"``.
+    """
+
+    outputs: np.ndarray[Any, np.dtype[np.float32]]
+    good: list[int]
+    reasons: list[str | None]
+
+
+class Runner:
+    """A model file on a device, run over the rows of one call.
+
+    Parameters
+    ----------
+    network : from `gpuml.worker.cache`.
+    spec : batch size and how rows are decoded.
+    threads : that decode, at least 1.
+    """
+
+    def __init__(self, network: Network, spec: Spec, threads: int) -> None:
+        self.network = network
+        self.spec = spec
+        self.threads = threads
+        self._on_cuda = network.device.type == "cuda"
+        self._copies = torch.cuda.Stream(network.device) if self._on_cuda else None
+
+    def run(self, rows: Sequence[Any]) -> Scores:
+        """Each row exactly once, computed once unless memory ran out. At most two slices of pixels are alive.
+
+        Parameters
+        ----------
+        rows : per row, what `read` takes.
+
+        Raises
+        ------
+        DeviceMemoryError
+            One row alone does not fit into the device's memory.
+        """
+        reasons: list[str | None] = [None] * len(rows)
+        good: list[int] = []
+        outputs: list[Tensor] = []
+        launched: list[Callable[[], Tensor]] = []
+        # Names the device for pinned memory, streams and events: none of them may touch another card.
+        with torch.cuda.device(self.network.device) if self._on_cuda else contextlib.nullcontext():
+            for pixels, indices in self._decoded(rows, reasons):
+                good += indices
+                earlier, launched = launched, self._launch(pixels)
+                outputs += [result() for result in earlier]
+            outputs += [result() for result in launched]
+        width = self.network.card.width
+        return Scores(torch.cat(outputs).numpy() if outputs else np.empty((0, width), np.float32), good, reasons)
+
+    def _decoded(self, rows: Sequence[Any], reasons: list[str | None]) -> Iterator[tuple[Tensor, list[int]]]:
+        """Slices of pixels, uint8 (n, 3, h, w), and the indices of their rows; threads are one slice ahead."""
+        size = self.spec.batch_size
+        starts = range(0, len(rows), size)
+        staging = [self._staging(min(size, len(rows))) for _ in starts[:2]]
+        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="gpuml-decode")
+        try:
+            ahead = self._submit(pool, rows[:size], staging[0]) if rows else []
+            for number, start in enumerate(starts):
+                pixels = staging[number % 2]
+                indices: list[int] = []
+                for slot, future in enumerate(ahead):
+                    reasons[start + slot] = reason = future.result()
+                    if reason is None:
+                        if len(indices) < slot:  # close the gap that a failed row left
+                            pixels[len(indices)].copy_(pixels[slot])
+                        indices.append(start + slot)
+                if start + size < len(rows):
+                    if self._copies is not None:
+                        self._copies.synchronize()  # the slice before this one has left its staging memory
+                    following = rows[start + size : start + 2 * size]
+                    ahead = self._submit(pool, following, staging[(number + 1) % 2])
+                if indices:
+                    yield pixels[: len(indices)], indices
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _staging(self, rows: int) -> Tensor:
+        """Memory for the pixels of a slice: uint8 (rows, 3, h, w) in channels-last order, pinned for a GPU's copies."""
+        height, width = self.network.card.preprocess.size
+        return torch.empty((rows, height, width, 3), dtype=torch.uint8, pin_memory=self._on_cuda).permute(0, 3, 1, 2)
+
+    def _submit(self, pool: ThreadPoolExecutor, rows: Sequence[Any], staging: Tensor) -> list[Future[str | None]]:
+        return [pool.submit(self._prepare, row, slot) for row, slot in zip(rows, staging, strict=False)]
+
+    def _prepare(self, row: Any, slot: Tensor) -> str | None:
+        """Decode one row into its slot; returns the reason why not."""
+        try:
+            resize_crop(read(row, self.spec), self.network.card.preprocess, out=slot)
+        except RowError as error:
+            return str(error)
+        return None
+
+    def _launch(self, pixels: Tensor) -> list[Callable[[], Tensor]]:
+        """Start the forward passes of a slice, in parts that fit into memory; each result is fetched by a call."""
+        started: list[Callable[[], Tensor]] = []
+        start = 0
+        while start < len(pixels):
+            part = pixels[start : start + (self.network.batch_limit or len(pixels))]
+            result = self._attempt(part)
+            if result is None:
+                # Here, not in the except block: the exception's frames keep the tensors alive that must go.
+                self._shrink(len(part))
+                continue
+            started.append(result)
+            start += len(part)
+        return started
+
+    def _attempt(self, pixels: Tensor) -> Callable[[], Tensor] | None:
+        """Start one forward pass; None when the device's memory ran out."""
+        try:
+            return self._forward(pixels)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _shrink(self, rows: int) -> None:
+        """After `rows` ran out of memory: free what is free, and from now on use half in this worker."""
+        if self._on_cuda:
+            torch.cuda.empty_cache()
+        if rows == 1:
+            raise DeviceMemoryError(
+                f"one row alone (batch size 1, after halving batchSize={self.spec.batch_size}) does not fit into the "
+                f"memory of {self.network.device}. Let fewer tasks share the GPU (spark.task.resource.gpu.amount), "
+                f"set dtype='bfloat16', or use a smaller model."
+            )
+        self.network.batch_limit = rows // 2
+
+    def _forward(self, pixels: Tensor) -> Callable[[], Tensor]:
+        """uint8 (n, 3, h, w) on the host -> a call that waits for float32 (n, width) on the host."""
+        network = self.network
+        with torch.inference_mode():
+            if self._copies is not None:
+                with torch.cuda.stream(self._copies):
+                    on_device = pixels.to(network.device, non_blocking=True)
+                compute = torch.cuda.current_stream(network.device)
+                compute.wait_stream(self._copies)
+                on_device.record_stream(compute)  # allocated on the copying stream, read by the computing one
+                pixels = on_device
+            inputs = normalise(pixels, network.card.preprocess)
+            dtype = getattr(torch, network.dtype)
+            with torch.autocast(network.device.type, dtype=dtype, enabled=dtype != torch.float32):
+                output = network.forward(inputs)
+            if not isinstance(output, Tensor) or tuple(output.shape) != (len(pixels), network.card.width):
+                shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+                raise ModelError(
+                    f"the model gave {shape} for {len(pixels)} rows; its card promises "
+                    f"({len(pixels)}, {network.card.width}): write the model file again with gpuml.save_model"
+                )
+            output = output.float()
+            if not self._on_cuda:
+                return lambda: output
+            host = torch.empty(output.shape, dtype=torch.float32, pin_memory=True)
+            host.copy_(output, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+
+        def wait() -> Tensor:
+            done.synchronize()
+            return host
+
+        return wait
+
+
+def read(row: Any, spec: Spec) -> Tensor:
+    """One input -> uint8 (3, H, W).
+
+    Parameters
+    ----------
+    row : encoded bytes (or None), the fields (data, height, width, nChannels, mode) of an image struct as a tuple, a
+        PIL image, or a path.
+
+    Raises
+    ------
+    RowError
+        The row cannot be read.
+    """
+    if isinstance(row, tuple):
+        return decode_struct(*row, max_pixels=spec.max_pixels, alpha=spec.alpha)
+    if isinstance(row, Image.Image):
+        return decode_pil(row, max_pixels=spec.max_pixels, alpha=spec.alpha)
+    if isinstance(row, Path):
+        try:
+            row = row.read_bytes()
+        except OSError as error:
+            raise RowError("io", f"{row}: {error.strerror or error}") from error
+    return decode(row, max_pixels=spec.max_pixels, alpha=spec.alpha)

@@ -1,0 +1,39 @@
+"""The rows of one call and the task that they belong to -> output columns: bind, load, run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpuml.spec import Spec
+from gpuml.worker import cache, device, outputs
+from gpuml.worker.runner import Runner
+
+_log = logging.getLogger("gpuml")
+_said: set[str] = set()
+
+
+def serve(rows: Sequence[Any], spec: Spec, task: device.Task, find: Callable[[], Path]) -> dict[str, Any]:
+    """Run the rows of one Arrow batch (or of one `predict`) through the spec's model file.
+
+    Parameters
+    ----------
+    rows : what `gpuml.worker.runner.read` takes, per row.
+    spec : what the stage asks.
+    task : what Spark gave the task; the device is decided here, at every call: a reused worker may have another.
+    find : path of the model file on this node, called only when this process does not hold the network yet.
+
+    Returns
+    -------
+    The columns that ``spec.outputs`` names, each with one value per row, in order.
+    """
+    place, decision = device.bind(spec.device, task)
+    for text, say in ((decision.warning, _log.warning), (decision.note, _log.info)):
+        if text and text not in _said:
+            _said.add(text)
+            say("gpuml: %s", text)
+    network = cache.network(spec.model, place, spec.dtype, find)
+    scores = Runner(network, spec, spec.decode_threads or task.cpus).run(rows)
+    return outputs.columns(scores, network.card, spec, str(decision))

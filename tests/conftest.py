@@ -1,0 +1,82 @@
+"""Fixtures that the whole suite shares: a cache folder of its own, one Spark session, tiny networks and images."""
+
+import io
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from gpuml import Preprocess
+
+# Spark's workers would use `python3` otherwise, which need not be this environment's.
+os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+
+#: Pixels as they are, scaled to 0..1: a network's output can be worked out by hand.
+PLAIN = Preprocess(resize=(32, 32), crop=None, mean=(0, 0, 0), std=(1, 1, 1))
+
+
+class Quadrants(nn.Module):
+    """The mean colour of each quadrant: 12 outputs, channel by channel, each tl tr bl br."""
+
+    def forward(self, x):
+        return nn.functional.adaptive_avg_pool2d(x, 2).flatten(1)
+
+
+class Pooled(nn.Module):
+    """Mean colour, then one linear layer; seeded, so that equal arguments are equal networks."""
+
+    def __init__(self, classes=4, seed=0):
+        super().__init__()
+        self.linear = nn.Linear(3, classes)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 3)
+
+    def forward(self, x):
+        return self.linear(x.mean((2, 3)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_home(tmp_path_factory):
+    """The suite never touches the user's own cache."""
+    home = tmp_path_factory.mktemp("gpuml-home")
+    before = os.environ.get("GPUML_HOME")
+    os.environ["GPUML_HOME"] = str(home)
+    yield home
+    if before is None:
+        del os.environ["GPUML_HOME"]
+    else:
+        os.environ["GPUML_HOME"] = before
+
+
+@pytest.fixture(scope="session")
+def spark():
+    from pyspark.sql import SparkSession
+
+    session = (
+        SparkSession.builder.master("local[2]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.sql.shuffle.partitions", "2")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("OFF")
+    yield session
+    session.stop()
+
+
+def picture(seed=0, width=60, height=40):
+    """A blocky random picture as a PIL image: smooth enough for JPEG, different for each seed."""
+    blocks = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
+
+
+def encoded(seed=0, kind="PNG", **size):
+    """The same as the bytes of a file."""
+    buffer = io.BytesIO()
+    picture(seed, **size).save(buffer, kind)
+    return buffer.getvalue()
