@@ -34,12 +34,12 @@ clean:
 
 # A stamp is older than pyproject.toml when the dependencies may have changed.
 $(VENV)/demo.stamp: pyproject.toml | $(BIN)/python
-	@echo "Installing gpuml, PyTorch and Spark into $(VENV): some minutes and about 5.5 GB the first time"
+	@echo "Installing gpuml, PyTorch and Spark into $(VENV): some minutes and about 6 GB the first time"
 	$(PIP) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/test.stamp: pyproject.toml | $(BIN)/python
-	@echo "Installing gpuml, PyTorch, Spark and the test tools into $(VENV): some minutes and about 5.5 GB the first time"
+	@echo "Installing gpuml, PyTorch, Spark and the test tools into $(VENV): some minutes and about 6 GB the first time"
 	$(PIP) --editable '.[test,lint]'
 	@touch $@
 

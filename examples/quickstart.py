@@ -14,7 +14,7 @@ from torchvision.models import ResNet18_Weights
 from gpuml import ImageClassifier, Preprocess
 
 os.environ["PYSPARK_PYTHON"] = sys.executable  # or Spark's workers run whatever python3 is
-spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+spark = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false").getOrCreate()
 spark.sparkContext.setLogLevel("ERROR")
 folder = str(Path(__file__).parent / "images")
 photos = spark.read.format("binaryFile").option("pathGlobFilter", "*.{jpg,png}").load(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -12,6 +12,9 @@ ALPHAS = ("white", "black", "drop")
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("softmax", "sigmoid", "none")
+
+#: No NaN, no infinity, no integer beyond a float lies within it (`math.isfinite` fails on the last).
+_FLOAT_MAX = sys.float_info.max
 
 #: Where Pillow itself refuses to open an image: twice its Image.MAX_IMAGE_PIXELS.
 MAX_PIXELS = 178956970
@@ -95,7 +98,7 @@ class Preprocess:
         """
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # JSONDecodeError, or an integer of more digits than Python reads
             raise ValueError(f"Preprocess: {text!r} is not JSON ({error}); use Preprocess(...).to_json()") from None
         return cls.from_dict(values)
 
@@ -155,7 +158,7 @@ def _pair(length: int | tuple[int, int]) -> tuple[int, int]:
 
 def _channels(name: str, value: Any) -> tuple[float, float, float]:
     numbers = isinstance(value, (list, tuple)) and all(
-        isinstance(part, (int, float)) and not isinstance(part, bool) and math.isfinite(part) for part in value
+        isinstance(part, (int, float)) and not isinstance(part, bool) and abs(part) <= _FLOAT_MAX for part in value
     )
     if not numbers or len(value) != 3:
         raise ValueError(f"Preprocess: {name}={value!r} is not three numbers, one for each of red, green and blue")

@@ -6,9 +6,9 @@ its extra files. A TorchScript archive with the same card is taken as well.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
+import re
 import tempfile
 import warnings
 import zipfile
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gpuml.errors import ModelError, ModelFileError
+from gpuml.models.export import checked_width, evaluation_copy, export, plain_torch, sample_rows, telling_lines
 from gpuml.models.safety import check_archive
 from gpuml.spec import ACTIVATIONS, Preprocess
 from gpuml.version import __version__
@@ -57,7 +58,7 @@ class Card:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        if not isinstance(self.width, int) or self.width < 1:
+        if type(self.width) is not int or self.width < 1:
             raise ModelError(f"a model with {self.width!r} outputs has nothing to predict")
         if self.labels and len(self.labels) != self.width:
             raise ModelError(
@@ -72,7 +73,7 @@ class Card:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Card:
+    def from_json(cls, text: str | bytes) -> Card:
         try:
             values = json.loads(text)
             if values["format"] > FORMAT:
@@ -81,12 +82,21 @@ class Card:
                     f"gpuml {__version__} reads up to {FORMAT}: upgrade gpuml"
                 )
             values["preprocess"] = Preprocess.from_dict(values["preprocess"])
-            values["labels"] = tuple(str(label) for label in values["labels"])
+            values["labels"] = checked_labels(values["labels"])
             return cls(**values)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, ModelFileError):
-                raise
-            raise ModelFileError(f"the model file's card {CARD} is damaged: {error}") from error
+        except ModelFileError:
+            raise
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ModelFileError(f"the model file's card {CARD} is damaged: {type(error).__name__}: {error}") from error
+
+
+def checked_labels(labels: Any) -> tuple[str, ...]:
+    """Labels as a tuple. A dict, a set or one text would give as many names, and wrong ones."""
+    if isinstance(labels, (str, bytes)) or not isinstance(labels, Sequence):
+        raise ModelError(f"labels={labels!r} is a {type(labels).__name__}; give a list of names, in the outputs' order")
+    if wrong := [label for label in labels if not isinstance(label, str)]:
+        raise ModelError(f"labels: {wrong[0]!r} is a {type(wrong[0]).__name__}; give each name as text")
+    return tuple(labels)
 
 
 def save_model(
@@ -121,17 +131,19 @@ def save_model(
     >>> from torchvision.models import squeezenet1_1
     >>> save_model(squeezenet1_1(), "net.pt2", preprocess=Preprocess())
     """
-    path = Path(path)
+    path = Path(path).expanduser()
+    if path.is_dir():
+        raise ModelError(f"save_model: path={str(path)!r} is a folder; name a file in it, such as {path / 'net.pt2'}")
     if not isinstance(net, nn.Module):
         raise ModelError(f"save_model: {type(net).__name__} is not a torch.nn.Module")
     if not isinstance(preprocess, Preprocess):
         raise ModelError(f"save_model: preprocess={preprocess!r} is not a gpuml.Preprocess")
-    if isinstance(labels, str):
-        raise ModelError(f"save_model: labels={labels!r} is one text; give a list of names")
-    module = _evaluation_copy(net)
-    program = module if isinstance(module, torch.jit.ScriptModule) else _export(module, preprocess.size)
-    width = _checked_width(program if program is module else program.module(), module, preprocess.size)
-    _write(program, path, Card(preprocess, width, tuple(str(label) for label in labels), activation))
+    names = checked_labels(labels)
+    with plain_torch():
+        module = evaluation_copy(net)
+        program = module if isinstance(module, torch.jit.ScriptModule) else export(module, preprocess.size)
+        width = checked_width(_callable(program), module, preprocess.size)
+        _write(program, path, Card(preprocess, width, names, activation))
 
 
 def read_card(path: str | os.PathLike[str]) -> Card:
@@ -142,15 +154,21 @@ def read_card(path: str | os.PathLike[str]) -> Card:
     ModelFileError
         The file is no model file, is damaged, or is not safe to open.
     """
-    check_archive(path)
-    with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if name.endswith(f"/extra/{CARD}")]
-        if not names:
-            raise ModelFileError(
-                f"{os.fspath(path)} has no {CARD} inside, so its labels and preprocessing are unknown; "
-                f"write it with gpuml.save_model(net, path, labels=..., preprocess=...)"
-            )
-        return Card.from_json(archive.read(names[0]).decode())
+    try:
+        check_archive(path)
+    except ModelFileError as error:
+        # A newer torch's file is refused for what this torch does not know.
+        raise ModelFileError(f"{error}{_written_by(path)}") from error
+    text = _card_text(path)
+    if text is None:
+        raise ModelFileError(
+            f"{os.fspath(path)} has no {CARD} inside, so its labels and preprocessing are unknown; "
+            f"write it with gpuml.save_model(net, path, labels=..., preprocess=...)"
+        )
+    try:
+        return Card.from_json(text)
+    except ModelFileError as error:
+        raise ModelFileError(f"{os.fspath(path)}: {error}") from error
 
 
 def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[Tensor], Tensor], Card]:
@@ -167,71 +185,49 @@ def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[
     except Exception as error:
         raise ModelFileError(
             f"torch {torch.__version__} cannot read {os.fspath(path)}, written by torch {card.torch}: "
-            f"{_first_line(error)}"
+            f"{telling_lines(error)}"
         ) from error
-    module = program if isinstance(program, torch.jit.ScriptModule) else program.module()
-    return module.to(memory_format=torch.channels_last), card
+    return _callable(program).to(memory_format=torch.channels_last), card
+
+
+def _card_text(path: str | os.PathLike[str]) -> bytes | None:
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if re.fullmatch(rf"[^/]+/extra/{re.escape(CARD)}", name)]
+        return archive.read(names[0]) if names else None
+
+
+def _written_by(path: str | os.PathLike[str]) -> str:
+    """ ", written by torch ..., read by torch ..." for a refused file whose card names another torch; else ""."""
+    try:
+        version = json.loads(_card_text(path) or b"{}")["torch"]
+    except Exception:  # the file may be anything
+        return ""
+    return (
+        "" if version == torch.__version__ else f"; it says torch {version!s:.40} wrote it, this is {torch.__version__}"
+    )
 
 
 def rewrite(source: str | os.PathLike[str], path: str | os.PathLike[str], card: Card) -> None:
-    """Write the network of one model file into another, under another card."""
-    _write(_open(source, torch.device("cpu")), Path(path), card)
+    """Write the network of one model file into another, under another card.
 
-
-def _evaluation_copy(net: nn.Module) -> nn.Module:
-    """A float32 copy on the CPU in evaluation mode: exporting in train mode raises nothing and is wrong."""
-    try:
-        module = copy.deepcopy(net)
-    except Exception as error:
-        raise ModelError(f"{type(net).__name__} cannot be copied for export: {_first_line(error)}") from error
-    return module.to("cpu", torch.float32).eval().requires_grad_(False)
-
-
-def _sample(size: tuple[int, int], rows: int = 2) -> Tensor:
-    """Fixed inputs. Two rows: a batch of one makes the export specialise on it."""
-    return torch.randn((rows, 3, *size), generator=torch.Generator().manual_seed(0))
-
-
-def _export(module: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram:
-    batch = torch.export.Dim("batch")
-    try:
-        program = torch.export.export(module, (_sample(size),), dynamic_shapes=({0: batch},))
-    except Exception as error:
-        raise ModelError(
-            f"torch.export cannot export {type(module).__name__} for inputs of shape (batch, 3, {size[0]}, {size[1]}): "
-            f"{_first_line(error)}. Let forward() take that one tensor, with no branch on its values and no fixed "
-            f"batch size; or pass torch.jit.script(net)."
-        ) from error
-    program.example_inputs = None  # they are pickled into the file otherwise
-    return program
-
-
-def _checked_width(exported: Callable[[Tensor], Tensor], module: nn.Module, size: tuple[int, int]) -> int:
-    """Columns of the output, once the exported network was seen to do what the module does, row by row."""
-    name = type(module).__name__
-    rows = _sample(size, 3)
-    with torch.inference_mode():
+    Raises
+    ------
+    ModelError
+        The network does not take inputs of the size of the card's preprocess, or not with that width.
+    """
+    size = card.preprocess.size
+    with plain_torch(), torch.inference_mode():
+        program = _open(source, torch.device("cpu"))
         try:
-            output = exported(rows)
+            output = _callable(program)(sample_rows(size, 2))
         except Exception as error:
-            raise ModelError(f"{name} fails on a batch of shape {tuple(rows.shape)}: {_first_line(error)}") from error
-        if not isinstance(output, Tensor) or not output.is_floating_point() or output.ndim != 2 or len(output) != 3:
-            what = f"{output.dtype} of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output)
-            raise ModelError(f"{name} gives {what} for 3 rows; a classifier must give float of shape (batch, classes)")
-        if exported is not module and not _close(output, module(rows)):
-            raise ModelError(f"{name}: the exported network does not give what forward() gives; is it random?")
-        if not all(_close(output[i : i + 1], exported(rows[i : i + 1])) for i in range(3)):
             raise ModelError(
-                f"{name} mixes the rows of a batch: row i alone gives another output than row i among others, so "
-                f"results would depend on batchSize; remove what reads across dimension 0"
-            )
-    return output.shape[1]
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal but for float32 rounding, which depends on the batch; measured against the largest output."""
-    scale = float(a.abs().nan_to_num(0.0).max()) if a.numel() else 0.0
-    return torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-4 * scale + 1e-7, equal_nan=True)
+                f"the network of {os.fspath(source)} does not take inputs of {size[0]}x{size[1]} pixels "
+                f"({telling_lines(error)}); give a preprocess of the size that it was saved for, or save it again"
+            ) from error
+        if output.shape[1] != card.width:
+            raise ModelError(f"the network of {os.fspath(source)} has {output.shape[1]} outputs, not {card.width}")
+        _write(program, Path(path), card)
 
 
 def _write(program: Any, path: Path, card: Card) -> None:
@@ -243,8 +239,20 @@ def _write(program: Any, path: Path, card: Card) -> None:
             _jit("save", program, file, _extra_files={CARD: card.to_json()})
         else:
             torch.export.save(program, file, extra_files={CARD: card.to_json()})
-        check_archive(file)  # what we write we must be able to read: refuse here, not on a worker
+        try:
+            check_archive(file)  # what we write we must be able to read: refuse here, not on a worker
+        except ModelFileError as error:
+            # The context is the reason alone; the error itself names the temporary file.
+            raise ModelError(
+                f"the network cannot become a model file: {error.__context__ or error}. Use torch's and torchvision's "
+                f"own operators instead"
+            ) from error
         os.replace(file, path)
+
+
+def _callable(program: Any) -> nn.Module:
+    module: nn.Module = program if isinstance(program, torch.jit.ScriptModule) else program.module()
+    return module
 
 
 def _open(path: str | os.PathLike[str], device: torch.device) -> Any:
@@ -264,8 +272,3 @@ def _jit(function: str, *args: Any, **kwargs: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is (deprecated|not supported)")
         return getattr(torch.jit, function)(*args, **kwargs)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

@@ -28,37 +28,30 @@ _REFUSED = {
 }
 
 #: Private aten operators that exports and TorchScript of ordinary networks contain. Dunder names are Python's own.
-_PRIVATE = frozenset(
-    """
-    _adaptive_avg_pool2d _adaptive_avg_pool3d _assert_async _assert_scalar _assert_tensor_metadata _batch_norm_no_update
-    _conj _convolution _convolution_mode _fft_c2c _fft_c2r _fft_r2c _fused_rms_norm _infer_size _linalg_eigh
-    _linalg_svd _list_to_tensor _local_scalar_dense _log_softmax _native_batch_norm_legit
-    _native_batch_norm_legit_no_training _native_multi_head_attention _prelu_kernel _reshape_alias _safe_softmax
-    _scaled_dot_product_attention_math _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
-    _scaled_dot_product_flash_attention_for_cpu _set_item _shape_as_tensor _softmax _tensor_to_list _to_copy
-    _transformer_encoder_layer_fwd _unsafe_view _unwrap_optional _upsample_bicubic2d_aa _upsample_bilinear2d_aa
-    _upsample_nearest_exact1d _upsample_nearest_exact2d _weight_norm _weight_norm_interface
-    """.split()
+_PRIVATE = re.compile(
+    r"_adaptive_avg_pool[23]d|_assert_(async|scalar|tensor_metadata)|_batch_norm_no_update|_conj|_convolution(_mode)?"
+    r"|_fft_(c2c|c2r|r2c)|_fused_rms_norm|_infer_size|_linalg_(eigh|svd)|_list_to_tensor|_local_scalar_dense"
+    r"|_(log_|safe_)?softmax|_native_batch_norm_legit(_no_training)?|_native_multi_head_attention|_prelu_kernel"
+    r"|_reshape_alias|_scaled_dot_product_(attention_math|efficient_attention|flash_attention(_for_cpu)?)|_set_item"
+    r"|_shape_as_tensor|_tensor_to_list|_to_copy|_transformer_encoder_layer_fwd|_unsafe_view|_unwrap_optional"
+    r"|_upsample_(bicubic2d_aa|bilinear2d_aa|nearest_exact[12]d)|_weight_norm(_interface)?|__.*"
 )
 
-_TORCHVISION = frozenset("deform_conv2d nms ps_roi_align ps_roi_pool roi_align roi_pool".split())
-
-_PRIM = frozenset(
-    """
-    ModuleContainerIndex NumToTensor RaiseException StringIndex TupleIndex TupleUnpack Uninitialized abs data device
-    dtype index is_cpu is_cuda is_meta is_mkldnn is_nested is_quantized is_sparse itemsize layout max min name rangelist
-    requires_grad shape type unchecked_cast unchecked_unwrap_optional
-    """.split()
-)
+#: Harmless operators of other namespaces.
+_OTHERS = {
+    "torchvision": re.compile(r"deform_conv2d|nms|(ps_)?roi_(align|pool)"),
+    "prim": re.compile(
+        r"ModuleContainerIndex|NumToTensor|RaiseException|StringIndex|TupleIndex|TupleUnpack|Uninitialized|abs|data"
+        r"|device|dtype|index|is_(cpu|cuda|meta|mkldnn|nested|quantized|sparse)|itemsize|layout|max|min|name|rangelist"
+        r"|requires_grad|shape|type|unchecked_(cast|unwrap_optional)"
+    ),
+}
 
 #: Targets that are no dispatcher operators: arithmetic on symbolic sizes, and regions with grad or autocast switched.
-_PLAIN_TARGETS = frozenset(
-    [f"_operator.{name}" for name in "add sub mul truediv floordiv mod pow neg pos abs".split()]
-    + [f"_operator.{name}" for name in "eq ne lt le gt ge and_ or_ xor not_ getitem".split()]
-    + [f"math.{name}" for name in "ceil floor trunc sqrt".split()]
-    + [f"torch.sym_{name}" for name in "float int ite max min not sqrt sum".split()]
-    + ["torch._sym_sqrt"]
-    + [f"torch.ops.higher_order.wrap_with_{name}" for name in ("set_grad_enabled", "autocast")]
+_PLAIN_TARGETS = re.compile(
+    r"_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|xor|not_|getitem)"
+    r"|math\.(ceil|floor|trunc|sqrt)|torch\.sym_(float|int|ite|max|min|not|sqrt|sum)|torch\._sym_sqrt"
+    r"|torch\.ops\.higher_order\.wrap_with_(set_grad_enabled|autocast)"
 )
 
 
@@ -74,7 +67,7 @@ def refuse_target(target: str) -> str | None:
     >>> refuse_target("torch.ops.aten.from_file.default")
     'it calls aten::from_file, which opens files'
     """
-    if target in _PLAIN_TARGETS:
+    if _PLAIN_TARGETS.fullmatch(target):
         return None
     # Exactly three parts: torch walks any dotted path by attribute, so "torch.hub.load" would be found as well.
     parts = re.fullmatch(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", target, re.ASCII)
@@ -91,9 +84,8 @@ def refuse_operator(namespace: str, name: str) -> str | None:
     --------
     >>> refuse_operator("aten", "relu")
     """
-    known = {"torchvision": _TORCHVISION, "prim": _PRIM}
-    if namespace in known:
-        allowed = name in known[namespace]
+    if namespace in _OTHERS:
+        allowed = _OTHERS[namespace].fullmatch(name)
         return None if allowed else f"it calls {namespace}::{name}, which gpuml does not know to be harmless"
     if namespace != "aten":
         return f"it calls {namespace}::{name}, and gpuml knows no harmless operators in {namespace!r}"
@@ -103,7 +95,7 @@ def refuse_operator(namespace: str, name: str) -> str | None:
     for reason, pattern in _REFUSED.items():
         if re.fullmatch(pattern, name.rstrip("_")):
             return f"it calls aten::{name}, which {reason}"
-    if name.startswith("_") and not name.startswith("__") and name not in _PRIVATE:
+    if name.startswith("_") and not _PRIVATE.fullmatch(name):
         return f"it calls aten::{name}, a private operator that gpuml does not know to be harmless"
     types = [str(argument.type) for schema in schemas for argument in [*schema.arguments, *schema.returns]]
     if any(map(_NOT_DATA.search, types)):

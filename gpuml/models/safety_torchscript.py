@@ -5,17 +5,16 @@ left to a hostile file, and what stops it:
 
 - code calls any registered operator, at load time too (``__setstate__``): files, random state, custom C++ classes
   -> every name below ``torch.`` and ``ops.`` is on the list of `safety_operators`.
-- methods are operators as well (``"/a/path".from_file()``), and ``getattr(x, "from_file")`` -> attributes and strings
+- methods of tensors are operators as well: ``x.resize_([9])``, ``getattr(x, "resize_")([9])`` -> attributes and strings
   that name a refused operator are refused.
 - pickles build C++ classes -> only the archive's own classes and the few helpers that ``torch.jit.save`` writes.
-- a tensor may claim more elements than its storage has, and the reader does not look -> counted here.
+- a tensor may claim more elements than its storage has (torch 2.14.1 counts them itself) -> counted here.
 
 The text is split by a lexer of our own: whatever Python and TorchScript could read differently is refused.
 """
 
 from __future__ import annotations
 
-import ast
 import io
 import pickle
 import pickletools
@@ -27,15 +26,17 @@ from typing import Any
 import torch
 
 from gpuml.errors import ModelFileError
+from gpuml.models.safety_export import COMMON
 from gpuml.models.safety_operators import refuse_operator
 
-_MEMBERS = (
-    r"data\.pkl|constants\.pkl|traced_inputs\.pkl|(data|constants|traced_inputs)/\d+|code/[\w/.]+\.py(\.debug_pkl)?"
+_MEMBERS = re.compile(
+    rf"{COMMON}|(data|constants|traced_inputs)(\.pkl|/\d+)|code/[\w/.]+\.py(\.debug_pkl)?",
+    re.ASCII,
 )
 
 _TOKEN = re.compile(
     r"""(?P<space>[ \n]+)|(?P<name>[A-Za-z_]\w*)|(?P<number>(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?j?)"""
-    r"""|(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|(?P<mark>[-+*/%@=<>!&|^~.,:;()\[\]{}])""",
+    r"""|(?P<string>"([^"\\\n]|\\([abfnrtv\\'"]|[0-7]{3}))*")|(?P<mark>[-+*/%@=<>!&|^~.,:;()\[\]{}])""",
     re.ASCII,
 )
 
@@ -43,12 +44,9 @@ _TOKEN = re.compile(
 _REFUSED_WORDS = frozenset(("fork", "awaitable", "print"))
 
 #: What torch.jit.save's pickler writes. Others have a meaning of their own to one of the two readers.
-_OPCODES = frozenset(
-    """
-    PROTO STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE EMPTY_TUPLE TUPLE TUPLE1
-    TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS GLOBAL REDUCE NEWOBJ BUILD BINPUT LONG_BINPUT
-    BINGET LONG_BINGET BINPERSID
-    """.split()
+_OPCODES = re.compile(
+    r"PROTO|STOP|MARK|NONE|NEWTRUE|NEWFALSE|BININT[12]?|LONG1|BINFLOAT|BINUNICODE|(EMPTY_)?(TUPLE|LIST|DICT)|TUPLE[123]"
+    r"|APPENDS?|SETITEMS?|GLOBAL|REDUCE|NEWOBJ|BUILD|(LONG_)?BIN(PUT|GET)|BINPERSID"
 )
 
 _ITEM_BYTES = {
@@ -61,14 +59,13 @@ _ITEM_BYTES = {
 }  # fmt: skip
 
 
-def check(sizes: Mapping[str, int], read: Callable[[str], bytes], common: str) -> None:
+def check(sizes: Mapping[str, int], read: Callable[[str], bytes]) -> None:
     """Refuse a TorchScript archive that could do more than compute.
 
     Parameters
     ----------
     sizes : bytes of each member by its name below the root folder.
     read : the content of a member.
-    common : a pattern of the members that every archive of torch may have.
 
     Raises
     ------
@@ -76,7 +73,7 @@ def check(sizes: Mapping[str, int], read: Callable[[str], bytes], common: str) -
         What is wrong, for `gpuml.models.safety.check_archive` to add the file's name.
     """
     for name in sizes:
-        if not re.fullmatch(f"{common}|{_MEMBERS}", name, re.ASCII):
+        if not _MEMBERS.fullmatch(name):
             raise ModelFileError(f"it has a member {name!r}, which is no part of a TorchScript network")
         if name.endswith(".py"):
             _check_code(name, read(name).decode("utf-8"))
@@ -89,7 +86,7 @@ def _check_code(member: str, text: str) -> None:
     tokens, position = [""], 0
     while position < len(text):
         match = _TOKEN.match(text, position)
-        if match is None or text.startswith(('"""', "'''"), position):
+        if match is None or text.startswith('"""', position):
             line = text.count("\n", 0, position) + 1
             raise ModelFileError(
                 f"its {member}, line {line}, has {text[position]!r}, which torch.jit.save never writes"
@@ -99,7 +96,7 @@ def _check_code(member: str, text: str) -> None:
         position = match.end()
     tokens += [""] * 4
     for i, token in enumerate(tokens):
-        reason = _refuse_token(tokens, i) if token and (token[0].isalpha() or token[0] in "_\"'") else None
+        reason = _refuse_token(tokens, i) if token and (token[0].isalpha() or token[0] in '_"') else None
         if reason is not None:
             raise ModelFileError(f"{reason} (in {member})")
 
@@ -117,8 +114,9 @@ def _refuse_token(tokens: list[str], i: int) -> str | None:
             return "it uses a C++ class of torch.classes"
         if token in _REFUSED_WORDS:
             return f"it calls {token!r}"
-    name = ast.literal_eval(token) if token[0] in "\"'" else token
-    if (tokens[i - 1] == "." or name is not token) and re.fullmatch(r"\w+", name, re.ASCII):
+    string = token[0] == '"'
+    name = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), token.strip('"')) if string else token
+    if (string or tokens[i - 1] == ".") and re.fullmatch(r"\w+", name, re.ASCII):
         # Below a path's root: a module's attribute, or an operator called as a method. Both are fine unless refused.
         if torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
             return refuse_operator("aten", name)
@@ -129,7 +127,7 @@ def _refuse_token(tokens: list[str], i: int) -> str | None:
 
 def _check_pickle(member: str, data: bytes, sizes: Mapping[str, int]) -> None:
     for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name not in _OPCODES or "torch.classes" in str(argument):
+        if not _OPCODES.fullmatch(opcode.name) or "torch.classes" in str(argument):
             raise ModelFileError(
                 f"its {member} has {opcode.name} {str(argument)[:100]!r}, unknown to TorchScript's files"
             )
@@ -168,7 +166,9 @@ class _Reader(pickle.Unpickler):
         """The number of elements of a storage, which its member's bytes must cover."""
         _, storage, key, _, elements = pid
         size = self.sizes.get(f"{self.folder}/{key}", -1)
-        if type(elements) is not int or elements * _ITEM_BYTES[storage] != size:
+        # torch.jit.save keeps the shapes of a trace's inputs without their bytes; torch.jit.load does not read them.
+        dropped = self.folder == "traced_inputs" and size == 0
+        if type(elements) is not int or (elements * _ITEM_BYTES[storage] != size and not dropped):
             raise ModelFileError(f"its storage {self.folder}/{key} is to have {elements} elements in {size} bytes")
         return elements
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import torch
 import torchvision
@@ -17,6 +16,7 @@ from torch import nn
 
 from gpuml.errors import ModelError
 from gpuml.models import store
+from gpuml.models.export import plain_torch, telling_lines
 from gpuml.models.file import read_card, rewrite, save_model
 from gpuml.spec import Preprocess
 from gpuml.version import __version__
@@ -53,9 +53,15 @@ def resolve(model: str, weights: str = "", labels: Sequence[str] = (), preproces
     path = Path(re.sub(r"^file:(//)?(?=/)", "", model)).expanduser()
     if not path.exists() and re.fullmatch(r"[\w-]+", model):
         raise ModelError(_no_source(model))
-    if not path.is_file():
-        raise ModelError(f"model={model!r}: there is no such file on the driver ({path.absolute()})")
+    _check_file(path, f"model={model!r}")
     return _from_file(path, None, labels, preprocess)
+
+
+def _check_file(path: Path, what: str) -> None:
+    """Refuse what is no file, before anything is opened."""
+    if not path.is_file():
+        problem = "that is a folder" if path.is_dir() else "there is no such file on the driver"
+        raise ModelError(f"{what}: {problem} ({path.absolute()})")
 
 
 def _from_file(path: Path, sha256: str | None, labels: Sequence[str], preprocess: Preprocess | None) -> str:
@@ -79,6 +85,8 @@ def _from_zoo(name: str, weights: str, labels: Sequence[str], preprocess: Prepro
     if name not in _zoo_names():
         raise ModelError(f"torchvision has no classification model {name!r}.{_did_you_mean(name)}")
     path = Path(weights).expanduser() if weights and _is_path(weights) else None
+    if path:
+        _check_file(path, f"weights={weights!r}")
     entry = None if path or weights == "none" else _weights_entry(name, weights)
     request: dict[str, object] = {
         "zoo": name,
@@ -91,9 +99,14 @@ def _from_zoo(name: str, weights: str, labels: Sequence[str], preprocess: Prepro
         return known
     best = torchvision.models.get_model_weights(name)["DEFAULT"]
     categories = (entry or best).meta["categories"]
+    if entry and labels and len(labels) != len(categories):  # before a download of hundreds of MB
+        raise ModelError(
+            f"{len(labels)} labels for the weights {entry} with {len(categories)} outputs; give one label per output, "
+            f"in order, or weights='none' or your own state dict for a network with {len(labels)} outputs"
+        )
     net = _zoo_net(name, entry, path, len(labels) or len(categories))
     with store.incoming() as new:
-        save_model(net, new, labels=labels or categories, preprocess=preprocess or _zoo_preprocess(name, entry or best))
+        save_model(net, new, labels=labels or categories, preprocess=preprocess or _zoo_preprocess(entry or best))
         sha256 = store.add(new)
     store.remember(request, sha256)
     return sha256
@@ -103,50 +116,61 @@ def _zoo_net(name: str, entry: Any, path: Path | None, classes: int) -> nn.Modul
     """The network with the weights of an entry, of a file, or random."""
     if entry is not None:
         return _downloaded(name, entry)
+    state = None if path is None else _state_dict(path)
     arguments: dict[str, Any] = {"num_classes": classes}
     if name in ("googlenet", "inception_v3"):
-        # Their slow initialisation warns unless chosen; their published weights want the input re-normalised.
-        arguments.update(init_weights=False, transform_input=path is not None)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(name.encode()))
+        # Their slow initialisation warns unless chosen; their published weights want the input re-normalised. Side
+        # outputs serve training alone: the zoo drops them with its weights, so state dicts come with and without.
+        arguments.update(init_weights=False, transform_input=state is not None)
+        if state is not None:
+            arguments["aux_logits"] = any(key.startswith(("aux", "AuxLogits")) for key in state)
+    with plain_torch():
+        torch.default_generator.manual_seed(zlib.crc32(name.encode()))  # torch.manual_seed seeds the GPUs too
         net: nn.Module = torchvision.models.get_model(name, weights=None, **arguments)
-    if path is not None:
-        try:
-            net.load_state_dict(_state_dict(path))
-        except (RuntimeError, TypeError, AttributeError) as error:
-            lines = [line.strip() for line in str(error).splitlines()]
-            raise ModelError(
-                f"weights={str(path)!r} do not fit {ZOO}{name} with {classes} outputs: {' '.join(lines[:3])[:400]}. "
-                f"They must be a state dict of that network; with another number of classes, set labels to their names."
-            ) from error
+        if state is not None:
+            try:
+                net.load_state_dict(state)
+            except RuntimeError as error:
+                raise ModelError(
+                    f"weights={str(path)!r} do not fit {ZOO}{name} with {classes} outputs: {telling_lines(error)}. "
+                    f"They must be a state dict of that network; with other classes, set labels to their names."
+                ) from error
     return net
 
 
-def _state_dict(path: Path) -> Any:
+def _state_dict(path: Path) -> dict[str, torch.Tensor]:
     """Tensors by name, on the CPU wherever they were saved; runs no code from the file."""
-    if path.suffix == ".safetensors":
-        try:
-            from safetensors.torch import load_file
-        except ImportError:
-            raise ModelError(f"weights={str(path)!r} need the package safetensors: pip install safetensors") from None
-        return load_file(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state: Any = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError:
+        raise ModelError(f"weights={str(path)!r} need the package safetensors: pip install safetensors") from None
     except Exception as error:
         raise ModelError(
             f"weights={str(path)!r} is no state dict that can be read safely ({type(error).__name__}); save one with "
             f"torch.save(net.state_dict(), path), or as .safetensors"
         ) from error
+    named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
+    if not named or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        what = f"a dict of {', '.join(map(repr, list(state)[:5]))}" if isinstance(state, dict) else type(state).__name__
+        raise ModelError(f"weights={str(path)!r} holds {what}, not tensors by name; save net.state_dict() alone")
+    return dict(state)
 
 
 def _downloaded(name: str, entry: Any) -> nn.Module:
     try:
-        net: nn.Module = torchvision.models.get_model(name, weights=entry)
-    except (URLError, OSError, RuntimeError) as error:
-        folder = Path(torch.hub.get_dir()) / "checkpoints"
+        with plain_torch():
+            net: nn.Module = torchvision.models.get_model(name, weights=entry)
+    except Exception as error:  # the network's errors, and what unpickling a damaged file may raise
+        file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
+        advice = f"{file} is damaged: delete it to download it again" if file.exists() else f"Put {entry.url} at {file}"
         raise ModelError(
-            f"the weights {entry} of {ZOO}{name} cannot be downloaded ({error}). Put {Path(entry.url).name} from "
-            f"{entry.url} into {folder}, or set weights to the path of a state dict, or to 'none' for random weights."
+            f"the weights {entry} of {ZOO}{name} cannot be had ({telling_lines(error)}). {advice}; or set weights to "
+            f"the path of a state dict, or to 'none' for random weights"
         ) from error
     return net
 
@@ -154,7 +178,7 @@ def _downloaded(name: str, entry: Any) -> nn.Module:
 def _weights_entry(name: str, weights: str) -> Any:
     """An entry of the zoo's weights: "" is its best."""
     entries = torchvision.models.get_model_weights(name)
-    short = weights.rpartition(".")[2] or "DEFAULT"
+    short = weights.removeprefix(f"{entries.__name__}.") or "DEFAULT"
     if short not in entries.__members__:
         raise ModelError(
             f"weights={weights!r}: {ZOO}{name} has {', '.join(entries.__members__)}; or give '' for the best, 'none' "
@@ -167,7 +191,7 @@ def _is_path(weights: str) -> bool:
     return "/" in weights or "\\" in weights or Path(weights).suffix in (".pth", ".pt", ".bin", ".safetensors")
 
 
-def _zoo_preprocess(name: str, entry: Any) -> Preprocess:
+def _zoo_preprocess(entry: Any) -> Preprocess:
     """torchvision's preset as a Preprocess."""
     preset = entry.transforms()
     resize, crop = tuple(preset.resize_size), tuple(preset.crop_size)

@@ -23,7 +23,7 @@ from gpuml.errors import ModelError
 def home() -> Path:
     """The cache folder; nothing is created."""
     if os.environ.get("GPUML_HOME"):
-        return Path(os.environ["GPUML_HOME"])
+        return Path(os.environ["GPUML_HOME"]).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "gpuml"
     if sys.platform == "win32":
@@ -97,7 +97,7 @@ def recall(request: dict[str, object]) -> str | None:
     """The content hash that a request led to, if its file is still here."""
     try:
         sha256 = _index(request).read_text().strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):  # none yet, or damaged: the export will replace it
         return None
     return sha256 if holds(sha256) else None
 

@@ -9,7 +9,7 @@ from typing import Any
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import BinaryType, DataType, IntegerType, StringType, StructType
+from pyspark.sql.types import BinaryType, DataType, IntegerType, StringType, StructField, StructType
 
 from gpuml.errors import ParamError
 
@@ -43,11 +43,11 @@ def input_column(dataset: DataFrame, name: str, column: str) -> Input:
     ParamError
         There is no such column, more than one, or it is neither binary nor an image struct.
     """
-    found = [field for field in dataset.schema.fields if _same(dataset)(field.name, column)]
+    found = _fields(dataset, column)
     if len(found) != 1:
         what = "there is no such column" if not found else f"there are {len(found)} such columns"
         raise ParamError(f"{name}={column!r}: {what} among {dataset.columns}; choose with {_setter(name)}(...)")
-    quoted = dataset[f"`{found[0].name.replace('`', '``')}`"]
+    quoted = _column(dataset, found[0])
     kind = found[0].dataType
     if isinstance(kind, BinaryType):
         return Input(quoted, is_image=False, origin=False)
@@ -91,6 +91,16 @@ def check_distinct(outputs: dict[str, str], same: Any = lambda a, b: a == b) -> 
                 )
 
 
+def _fields(dataset: DataFrame, column: str) -> list[StructField]:
+    """The frame's columns that a name can mean."""
+    same = _same(dataset)
+    return [field for field in dataset.schema.fields if same(field.name, column)]
+
+
+def _column(dataset: DataFrame, field: StructField) -> Column:
+    return dataset["`" + field.name.replace("`", "``") + "`"]
+
+
 def _same(dataset: DataFrame) -> Any:
     """How Spark compares column names in the frame's session."""
     sensitive = str(dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
@@ -129,15 +139,19 @@ def local(made: dict[str, Any], field: str) -> Any:
 
 
 def row_name(dataset: DataFrame, source: Input) -> Column:
-    """How an error names a row: the frame's path, else the image's origin, else partition and row."""
+    """How an error names a row: the frame's path, else the image's origin, else partition and row.
+
+    For the select that holds the UDF: in a branch that only failed rows take, the row would count those alone.
+    """
     place = F.concat(
         F.lit("partition "),
         F.spark_partition_id().cast("string"),
         F.lit(" row "),
         F.monotonically_increasing_id().bitwiseAND((1 << 33) - 1).cast("string"),
     )
-    if "path" in dataset.columns and dataset.schema["path"].dataType == StringType():
-        return F.coalesce(dataset["path"], place)
+    paths = _fields(dataset, "path")
+    if len(paths) == 1 and isinstance(paths[0].dataType, StringType):
+        return F.coalesce(_column(dataset, paths[0]), place)
     if source.is_image and source.origin:
         return F.coalesce(source.column.getField("origin"), place)
     return place

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from pyspark.ml import Transformer
 from pyspark.ml.param import Param
 from pyspark.ml.param.shared import HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from gpuml.errors import ParamError, RowError
@@ -105,7 +107,8 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
     def copy(self, extra: Any = None) -> Self:
         that = super().copy(extra)
         that._held = self._held
-        that._forget_model(param.name for param in extra or ())
+        # A Pipeline hands every stage the extra params of all.
+        that._forget_model(param.name for param in extra or () if param.parent == self.uid)
         return that
 
     def _forget_model(self, names: Any) -> None:
@@ -125,23 +128,16 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
 
         scored = score_udf(spec, image_struct=source.is_image)
         inputs = [source.column.getField(name) for name in columns.IMAGE_TYPES] if source.is_image else [source.column]
-        struct = f"__{self.uid}"
-        result = dataset.select("*", scored(*inputs).alias(struct))
+        struct, row = f"__{self.uid}", f"__{self.uid}_row"
+        result = dataset.select("*", scored(*inputs).alias(struct), columns.row_name(dataset, source).alias(row))
+        made = {column: columns.from_struct(F.col(struct), field) for column, field in outputs.values()}
         reason = F.col(struct)["error"]
         if self.getHandleInvalid() == "skip":
             result = result.where(reason.isNull())
-        made = [
-            self._checked(F.col(struct), field, dataset, source).alias(column) for column, field in outputs.values()
-        ]
-        return result.select("*", *made).drop(struct)
-
-    def _checked(self, struct: Column, field: str, dataset: DataFrame, source: columns.Input) -> Column:
-        """One output from the struct; under handleInvalid='error' evaluating it raises on a failed row."""
-        value, reason = columns.from_struct(struct, field), struct["error"]
-        if self.getHandleInvalid() != "error":
-            return value
-        message = F.concat(F.lit(f"{self.uid}: "), columns.row_name(dataset, source), F.lit(": "), reason)
-        return F.when(reason.isNull(), value).otherwise(F.raise_error(message))
+        elif self.getHandleInvalid() == "error":
+            failed = F.raise_error(F.concat(F.lit(f"{self.uid}: "), F.col(row), F.lit(": "), reason))
+            made = {column: F.when(reason.isNull(), value).otherwise(failed) for column, value in made.items()}
+        return result.select("*", *(value.alias(column) for column, value in made.items())).drop(struct, row)
 
     def predict(self, inputs: Sequence[bytes | str | os.PathLike[str] | Image.Image | None]) -> pd.DataFrame:
         """Run the stage here, with no Spark session, on images in memory or on local files.
@@ -164,11 +160,16 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             ``handleInvalid="error"`` and an input cannot be read.
         """
         import pandas as pd
+        from PIL import Image
 
         from gpuml.worker.device import Task
         from gpuml.worker.serve import serve
 
+        if isinstance(inputs, (str, bytes, bytearray, memoryview, os.PathLike, Image.Image)):
+            raise ParamError(f"predict: inputs is one {type(inputs).__name__}; give a list of them: predict([...])")
+        inputs = list(inputs)
         rows = [_predict_input(position, value) for position, value in enumerate(inputs)]
+        _load_shared(rows, self.getMaxPixels())
         outputs = self._output_columns()
         columns.check_distinct({name: column for name, (column, _) in outputs.items()})
         spec = self._spec(field for _, field in outputs.values())
@@ -179,7 +180,11 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             kind, _, message = made["error"][first].partition(": ")
             raise RowError(kind, f"input {first} ({_short(inputs[first])}): {message}")
         frame = pd.DataFrame(
-            {column: columns.local(made, field) for column, field in outputs.values()}, index=range(len(rows))
+            {
+                column: pd.Series(columns.local(made, field), dtype="float64" if field == "prediction" else object)
+                for column, field in outputs.values()
+            },
+            index=range(len(rows)),
         )
         return frame.drop(index=failed) if self.getHandleInvalid() == "skip" else frame
 
@@ -360,6 +365,17 @@ def _predict_input(position: int, value: Any) -> Any:
     raise ParamError(
         f"predict: input {position} is a {type(value).__name__}; give bytes, the path of a local file, or a PIL image"
     )
+
+
+def _load_shared(rows: Sequence[Any], max_pixels: int) -> None:
+    """Read the pixels of images that several inputs share: two threads at one image's file fail (Pillow 13)."""
+    from PIL import Image
+
+    counts = Counter(id(row) for row in rows if isinstance(row, Image.Image))
+    for image in {id(row): row for row in rows if counts[id(row)] > 1}.values():
+        if image.width * image.height <= max_pixels:
+            with suppress(Exception):  # its rows will say why
+                image.load()
 
 
 def _short(value: Any) -> str:

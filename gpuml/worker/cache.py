@@ -51,8 +51,7 @@ def network(sha256: str, device: torch.device, dtype: str, find: Callable[[], Pa
             _networks.move_to_end(key)
             return _networks[key]
         while len(_networks) >= CAPACITY:
-            _networks.popitem(last=False)
-            _release(device)
+            _release(_networks.popitem(last=False)[1].device)
         forward, card = load(find(), device)
         _networks[key] = Network(forward, card, device, dtype)
         return _networks[key]

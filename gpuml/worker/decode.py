@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 
 from gpuml.errors import RowError
 from gpuml.worker.exif import orientation
@@ -33,6 +33,7 @@ _EIGHT_BITS = ((np.arange(65536, dtype=np.uint32) + 128) // 257).astype(np.uint8
 #: Grey samples and RGB samples in a PNG -> what Pillow did to the pixels, and so must be done to their colour key.
 _KEY_SCALES: dict[object, tuple[int, int, int]] = {
     # mask, factor, shift
+    "1": (1, 255, 0),
     "L;2": (3, 85, 0),
     "L;4": (15, 17, 0),
     "L": (255, 1, 0),
@@ -74,7 +75,10 @@ def decode(data: Any, *, max_pixels: int, alpha: str) -> torch.Tensor:
     if not data:
         raise RowError("empty", "no bytes")
     try:
-        return _tensor(open_image(data, max_pixels), alpha)
+        image = open_image(data, max_pixels)
+        if ImageFile.LOAD_TRUNCATED_IMAGES and ended_early(data):  # set by others in this process: not our rule
+            raise RowError("truncated", f"the file of {len(data)} bytes ends too early")
+        return _tensor(image, alpha)
     except Exception as error:  # Pillow's plugins raise nearly anything on damaged files
         reason = _reason(error, data)
     raise reason
@@ -120,7 +124,7 @@ def decode_struct(
         )
     check_pixels(width, height, max_pixels)
     image = Image.frombuffer(pil_mode, (width, height), bytes(data), "raw", byte_order, 0, 1)
-    return _tensor(image, alpha)
+    return decode_pil(image, max_pixels=max_pixels, alpha=alpha)
 
 
 def _missing(value: Any) -> bool:
@@ -133,14 +137,15 @@ def _reason(error: Exception, data: bytes) -> RowError:
     if isinstance(error, RowError):
         return error
     text = str(error) or type(error).__name__
+    file = f"the file of {len(data)} bytes" if data else "the file"
     if isinstance(error, (MemoryError, Image.DecompressionBombError)):
         return RowError("too_large", f"no memory for its pixels: {text}")
     if text.startswith(("cannot handle ", "Unsupported BMP", "unknown pixel mode")):
         return RowError("unsupported", f"pixels of a kind that Pillow does not read: {text}")
     # struct.error and IndexError come raw from our own walk over the header only: it ran off the end.
     if "truncat" in text.lower() or isinstance(error, (struct.error, IndexError)) or ended_early(data):
-        return RowError("truncated", f"the file of {len(data)} bytes ends too early: {text}")
-    return RowError("corrupt", f"the file of {len(data)} bytes is damaged: {text}")
+        return RowError("truncated", f"{file} ends too early: {text}")
+    return RowError("corrupt", f"{file} is damaged: {text}")
 
 
 def _tensor(image: Image.Image, alpha: str) -> torch.Tensor:

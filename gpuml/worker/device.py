@@ -87,7 +87,8 @@ def resolve(
         return Decision(index, None, f"Spark gave no GPU address: running on cuda:{index}, by the partition id")
     index, relative = _index_of(address.strip(), entries, visible, uuids)
     if relative:
-        note = f"GPU address {address!r} is no entry of CUDA_VISIBLE_DEVICES={visible!r}: taken as a relative index"
+        how = f"GPU address {address!r} is no entry of CUDA_VISIBLE_DEVICES={visible!r}: taken as a relative index"
+        note = f"{note}; {how}" if note else how
     return Decision(index, address, note)
 
 

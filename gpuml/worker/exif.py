@@ -32,11 +32,12 @@ class Tag:
 
 @dataclass(frozen=True)
 class Directory:
-    """The first directory of a TIFF: struct's sign for its byte order, and its tags; none where it is unreadable."""
+    """The first directory of a TIFF: struct's sign for its byte order, its tags, and whether none is cut off."""
 
     data: bytes
     order: str = "<"
     tags: dict[int, Tag] = field(default_factory=dict)
+    complete: bool = False
 
     def values(self, number: int) -> tuple[int, ...]:
         """The whole numbers (SHORT or LONG) of a tag; empty where it is absent, of another type, or cut off."""
@@ -51,7 +52,7 @@ class Directory:
 
 
 def read_directory(data: bytes) -> Directory:
-    """Read the first directory of a TIFF file or of EXIF bytes without their header; a damaged one as far as it goes."""
+    """Read the first directory of a TIFF file, or of EXIF bytes without their header; as far as it goes if damaged."""
     order = {b"II": "<", b"MM": ">"}.get(data[:2])
     if order is None or len(data) < 8:
         return Directory(data)
@@ -64,7 +65,7 @@ def read_directory(data: bytes) -> Directory:
         name, kind, count, offset = struct.unpack_from(order + "HHII", data, at)
         inline = count * SIZES.get(kind, 1) <= 4
         tags.setdefault(name, Tag(kind, count, at + 8 if inline else offset, data[at : at + 12]))
-    return Directory(data, order, tags)
+    return Directory(data, order, tags, complete=start + 2 + 12 * number <= len(data))
 
 
 def orientation(exif: object) -> int:

@@ -24,7 +24,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from gpuml.errors import RowError
-from gpuml.worker.exif import SIZES, read_directory
+from gpuml.worker.exif import SIZES, Directory, read_directory
 
 #: Formats by their first bytes: those that are read, then those that are only named.
 _PREFIXES = (
@@ -120,17 +120,7 @@ def ended_early(data: bytes) -> bool:
     if name == "AVIF":
         # A box of length 0 runs to the end of the file; 1 means a length of 8 bytes, which no cell can need.
         return _walk(data, 0, lambda at: int.from_bytes(data[at : at + 4], "big") or len(data) - at)
-    return name == "TIFF" and _tiff_ended_early(data)
-
-
-def _tiff_ended_early(data: bytes) -> bool:
-    directory = read_directory(data)
-    if not directory.tags:
-        return True  # most writers put it last
-    places = zip(
-        directory.values(273) + directory.values(324), directory.values(279) + directory.values(325), strict=False
-    )
-    return any(start + length > len(data) for start, length in places)
+    return False  # GIF: Pillow says so itself; TIFF: its opener has checked
 
 
 def _walk(data: bytes, at: int, size: Callable[[int], int], last: bytes | None = None) -> bool:
@@ -164,8 +154,8 @@ class _Jpeg(JpegImageFile):
 
 def _open_jpeg(data: bytes, max_pixels: int) -> Image.Image:
     image = _Jpeg(io.BytesIO(data))  # never MPO's class: the first picture is the picture
-    # Each scan of a progressive JPEG passes over the whole image, so thousands of empty ones (8 bytes each)
-    # keep the decoder busy for hours. Encoders write about ten.
+    # Each scan of a progressive JPEG passes over the whole image: 0.1 s at the default maxPixels, however few its
+    # bytes, so a small file could keep a thread busy for hours. Encoders write about ten.
     scans = data.count(b"\xff\xda") if image.info.get("progressive") else 0
     if scans > 200:
         raise RowError("corrupt", f"a progressive JPEG of {scans} scans; more than 200 are refused")
@@ -269,29 +259,44 @@ _TIFF_SINGLE = frozenset((256, 257, 259, 262, 266, 277, 278, 284, 317, 322, 323)
 
 def _open_tiff(data: bytes, max_pixels: int) -> Image.Image:
     directory = read_directory(data)
+    if not directory.complete:
+        raise RowError("truncated", f"the directory of the TIFF lies beyond the end of the file of {len(data)} bytes")
     tags = {number: tag for number, tag in sorted(directory.tags.items()) if number in _TIFF_PIXELS}
     for number, tag in tags.items():
         if tag.end > len(data):
             raise RowError("truncated", f"TIFF tag {number} lies beyond the end of the file of {len(data)} bytes")
         if tag.kind not in SIZES or tag.count < 1 or (number in _TIFF_SINGLE and tag.count > 1):
             raise RowError("corrupt", f"TIFF tag {number} has type {tag.kind} and {tag.count} values")
-    width, height = directory.value(256), directory.value(257)
-    check_pixels(width, height, max_pixels)
     if directory.value(254) & 1:
         raise RowError("unsupported", "the first page of this TIFF is a preview, as in camera raw files")
-    tile_width = directory.value(322) or width
-    tile_height = directory.value(323) or min(directory.value(278) or height, height)
-    check_pixels(tile_width, tile_height, max_pixels, "TIFF tile")  # libtiff allocates one, however small the picture
-    if tile_width and tile_height:
-        most = math.ceil(width / tile_width) * math.ceil(height / tile_height) * max(directory.value(277), 1)
-        if max(len(directory.values(273)), len(directory.values(324))) > most:
-            raise RowError("corrupt", f"TIFF with more than the {most} strips or tiles of its size")
+    check_pixels(directory.value(256), directory.value(257), max_pixels)
+    _check_strips(directory, max_pixels)
     # A directory of these tags only, after the old file: offsets stay true, and it is the last page.
     head = data[:4] + struct.pack(directory.order + "I", len(data))
     tail = struct.pack(directory.order + "H", len(tags)) + b"".join(tag.entry for tag in tags.values()) + bytes(4)
     image = _Tiff(io.BytesIO(head + data[8:] + tail))
     image.info["exif"] = data  # its first directory holds the orientation, as EXIF's does
     return image
+
+
+def _check_strips(tiff: Directory, max_pixels: int) -> None:
+    """Raise RowError unless the strips or tiles of a TIFF fit its size and its file."""
+    width, height, samples = tiff.value(256), tiff.value(257), tiff.value(277) or 1
+    across = tiff.value(322) or width
+    down = tiff.value(323) or min(tiff.value(278) or height, height)
+    check_pixels(across, down, max_pixels, "TIFF tile")  # libtiff allocates one, however small the picture
+    offsets, counts = (tiff.values(strip) or tiff.values(tile) for strip, tile in ((273, 324), (279, 325)))
+    most = math.ceil(width / max(across, 1)) * math.ceil(height / max(down, 1)) * samples
+    if len(offsets) > most:
+        raise RowError("corrupt", f"TIFF with {len(offsets)} strips or tiles where its size makes {most}")
+    bits = tiff.values(258) or (1,)
+    raw = width * (sum(bits) if len(bits) == samples else bits[0] * samples) // 8 * height
+    if tiff.value(259) in (0, 1):  # uncompressed: Pillow reads on past the counts, into whatever follows
+        counts = counts or (raw,)
+        if sum(counts) < raw:
+            raise RowError("truncated", f"TIFF with {sum(counts)} bytes of pixels where its size makes {raw}")
+    if any(offset + count > len(tiff.data) for offset, count in zip(offsets, counts, strict=False)):
+        raise RowError("truncated", f"the pixels of the TIFF lie beyond the end of the file of {len(tiff.data)} bytes")
 
 
 _OPENERS: dict[str, Callable[[bytes, int], Image.Image]] = {

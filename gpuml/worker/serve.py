@@ -30,9 +30,10 @@ def serve(rows: Sequence[Any], spec: Spec, task: device.Task, find: Callable[[],
     The columns that ``spec.outputs`` names, each with one value per row, in order.
     """
     place, decision = device.bind(spec.device, task)
-    for text, say in ((decision.warning, _log.warning), (decision.note, _log.info)):
-        if text and text not in _said:
-            _said.add(text)
+    # One warning is enough, whatever address the next task has; each note is another fact.
+    for text, say, key in ((decision.warning, _log.warning, "warning"), (decision.note, _log.info, decision.note)):
+        if text and key not in _said:
+            _said.add(key)
             say("gpuml: %s", text)
     network = cache.network(spec.model, place, spec.dtype, find)
     scores = Runner(network, spec, spec.decode_threads or task.cpus).run(rows)

@@ -1,0 +1,138 @@
+"""A network in memory -> a copy of it, exported, that was seen to do the same row by row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpuml.errors import ModelError
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """torch's global settings as in a worker; the caller's, and its random state, come back afterwards.
+
+    A default dtype or device, or an autocast around the caller, would become part of an export.
+    """
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+            torch.compiler.set_stance("force_eager"),  # a compiled module would take a minute to compile again
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def evaluation_copy(net: nn.Module) -> nn.Module:
+    """A float32 copy on the CPU in evaluation mode: exporting in train mode raises nothing and is wrong."""
+    try:
+        with torch.no_grad():  # copying a script module is recorded otherwise
+            module = copy.deepcopy(net)
+    except Exception as error:
+        raise ModelError(
+            f"{type(net).__name__} cannot be copied for export: {telling_lines(error)}. If it keeps a tensor computed "
+            f"in forward(), delete that attribute, or run the network once under torch.no_grad()"
+        ) from error
+    # float(), not to(float32), which drops the imaginary part of complex weights.
+    module = module.cpu().float().eval()
+    for parameter in module.parameters():  # not module.requires_grad_: script modules refuse it
+        parameter.requires_grad_(False)
+    return module
+
+
+def export(module: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram:
+    """The program of a module, for float32 inputs of shape (batch, 3, *size) with any number of rows.
+
+    Raises
+    ------
+    ModelError
+        It cannot be exported.
+    """
+    sample = sample_rows(size, 2)  # two: a batch of one makes the export specialise on it
+    shapes = torch.export.ShapesCollection()  # by tensor, so that forward(*inputs) fits too: DataParallel, compiled
+    shapes[sample] = {0: torch.export.Dim("batch")}
+    try:
+        program = torch.export.export(module, (sample,), dynamic_shapes=shapes)
+    except Exception as error:
+        raise ModelError(
+            f"torch.export cannot export {type(module).__name__} for inputs of shape (batch, 3, {size[0]}, {size[1]}): "
+            f"{telling_lines(error)}. Let forward() take that one tensor, with no branch on its values and no fixed "
+            f"batch size (len(x) fixes it, x.shape[0] does not); or pass torch.jit.script(net)."
+        ) from error
+    program.example_inputs = None  # they are pickled into the file otherwise
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            # The user's source lines with their paths: equal networks would differ by where their code lies.
+            node.meta.pop("stack_trace", None)
+    return program
+
+
+def checked_width(exported: Callable[[Tensor], Any], module: nn.Module, size: tuple[int, int]) -> int:
+    """Columns of the output, once the exported network was seen to do what the module does, row by row.
+
+    Raises
+    ------
+    ModelError
+        It does something else, mixes the rows of a batch, or gives anything but float (batch, width).
+    """
+    name = type(module).__name__
+    rows = sample_rows(size, 3)
+    with torch.inference_mode():
+        try:
+            output = exported(rows)
+            singles = [exported(row) for row in rows.split(1)]
+            eager = [(output, module(rows)), (singles[0], module(rows[:1]))] if exported is not module else []
+        except Exception as error:
+            raise ModelError(
+                f"{name} fails on 3 inputs, or on one, of {size} pixels: {telling_lines(error)}"
+            ) from error
+        for given, count in [(output, 3)] + [(single, 1) for single in singles]:
+            if not isinstance(given, Tensor) or not given.is_floating_point() or given.ndim != 2 or len(given) != count:
+                kind = type(given).__name__
+                what = f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {kind}"
+                raise ModelError(
+                    f"{name} gives {what} for {count} row(s); it must give float of shape (batch, classes) for any "
+                    f"batch, one row too (squeeze() without a dimension drops that one)"
+                )
+        if not all(_close(given, expected) for given, expected in eager):
+            raise ModelError(
+                f"{name}: the exported network does not give what forward() gives; is it random, or does it branch on "
+                f"the number of rows?"
+            )
+        if not all(_close(output[i : i + 1], single) for i, single in enumerate(singles)):
+            raise ModelError(
+                f"{name} mixes the rows of a batch: row i alone gives another output than row i among others, so "
+                f"results would depend on batchSize; remove what reads across dimension 0"
+            )
+    return int(output.shape[1])
+
+
+def sample_rows(size: tuple[int, int], rows: int) -> Tensor:
+    """Fixed inputs, float32 (rows, 3, *size)."""
+    return torch.randn((rows, 3, *size), generator=torch.Generator().manual_seed(0))
+
+
+def telling_lines(error: BaseException) -> str:
+    """The type of an error and the telling lines of what it says: torch's messages run over pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = lines[-1:] if "in the TorchScript interpreter" in str(error) else lines[:2]  # a traceback comes first
+    return f"{type(error).__name__}: {' '.join(telling)[:400]}".rstrip(":. ")
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal but for float32 rounding, which depends on the batch; measured against the largest finite output."""
+    scale = float(a.abs().nan_to_num(0.0, posinf=0.0).max()) if a.numel() else 0.0
+    close = a.shape == b.shape and torch.allclose(
+        a.float(), b.float(), rtol=1e-3, atol=1e-4 * scale + 1e-7, equal_nan=True
+    )
+    return bool(close)

@@ -1,0 +1,136 @@
+"""Device binding on a real cluster: executors as processes of their own, GPU addresses from a discovery script.
+
+The machine needs no GPU. The executors' PYTHONPATH holds a module that replaces the two functions of
+`gpuml.worker.device` that touch CUDA, before any worker is forked; everything else is the product as it is.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections import defaultdict
+
+import pytest
+
+TESTS = os.path.dirname(os.path.abspath(__file__))
+
+# Imported by every Python process of the executors at start-up.
+SITE = """
+import torch
+import gpuml.worker.device as device
+device.uuids = lambda: ("GPU-aaaa", "GPU-bbbb", "GPU-cccc", "GPU-dddd")
+device.place = lambda index: torch.device("cpu")
+"""
+
+JOB = """
+import json, sys
+from conftest import PLAIN, encoded
+from pyspark import TaskContext
+from pyspark.sql import SparkSession, functions as F
+from torch import nn
+from gpuml import ImageClassifier
+
+class OnlyHere(nn.Module):  # of __main__: no executor can import it
+    def forward(self, x):
+        return x.mean((2, 3))
+
+conf = dict(pair.split("=", 1) for pair in sys.argv[2:])
+spark = SparkSession.builder.master(sys.argv[1]).config("spark.ui.enabled", "false").config(map=conf).getOrCreate()
+
+@F.udf("string")
+def given(_):
+    import os, time
+    task = TaskContext.get()
+    time.sleep(0.05)  # long enough for both addresses to be taken
+    return json.dumps([list(task.resources()["gpu"].addresses) if "gpu" in task.resources() else [], os.getpid()])
+
+stage = ImageClassifier.from_module(OnlyHere(), preprocess=PLAIN, deviceCol="device", batchSize=2)
+frame = spark.createDataFrame([(i, encoded(i % 8)) for i in range(48)], "id int, content binary").repartition(24)
+rows = []
+for _ in range(2):  # the second time the workers are reused
+    out = stage.transform(frame).withColumn("given", given("content")).withColumn("partition", F.spark_partition_id())
+    rows += [[r.id, r.device, r.prediction, *json.loads(r.given), r.partition] for r in out.collect()]
+wanted = dict(enumerate(stage.predict([encoded(i) for i in range(8)]).prediction))
+assert all(row[2] == wanted[row[0] % 8] for row in rows), "answers differ from predict's"
+print("ROWS" + json.dumps(rows))
+spark.stop()
+"""
+
+
+def run_job(tmp_path, master, **conf):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
+    script = tmp_path / "gpus.sh"
+    script.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["0", "1"]}'\n""")
+    script.chmod(0o755)
+    settings = {
+        "spark.executorEnv.PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), TESTS, os.path.dirname(TESTS)]),
+        "spark.executor.resource.gpu.discoveryScript": str(script),
+        **conf,
+    }
+    env = dict(os.environ, PYTHONPATH=TESTS, PYSPARK_PYTHON=sys.executable)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(JOB), master, *(f"{key}={value}" for key, value in settings.items())],
+        env=env, capture_output=True, text=True, timeout=300, cwd=tmp_path,
+    )  # fmt: skip
+    assert "ROWS" in done.stdout, done.stderr[-4000:]
+    return json.loads(done.stdout[done.stdout.index("ROWS") + 4 :].splitlines()[0])
+
+
+def by_worker(rows):
+    """Worker process -> the devices that it served."""
+    served = defaultdict(set)
+    for _, device, _, _, pid, _ in rows:
+        served[pid].add(device)
+    return served
+
+
+def test_every_row_reports_the_address_that_spark_gave_its_task(tmp_path):
+    """One executor with two GPUs and two task slots: its workers are reused for both addresses."""
+    rows = run_job(
+        tmp_path,
+        "local-cluster[1,2,1024]",
+        **{"spark.executor.resource.gpu.amount": 2, "spark.task.resource.gpu.amount": 1},
+    )
+    assert len(rows) == 96
+    for _, device, _, addresses, _, _ in rows:
+        assert len(addresses) == 1
+        assert device == f"cuda:{addresses[0]} (address {addresses[0]})"
+    assert {row[1] for row in rows} == {"cuda:0 (address 0)", "cuda:1 (address 1)"}
+    assert len(by_worker(rows)) < 48  # fewer worker processes than tasks: they were reused
+
+
+def test_two_tasks_share_one_gpu(tmp_path):
+    """Half a GPU per task: both tasks of an executor have one address, and the answers are those of a single task."""
+    rows = run_job(
+        tmp_path,
+        "local-cluster[1,2,1024]",
+        **{"spark.executor.resource.gpu.amount": 1, "spark.task.resource.gpu.amount": 0.5},
+    )
+    assert len(rows) == 96
+    assert len({row[1] for row in rows}) == 1
+    assert len(by_worker(rows)) >= 2
+
+
+def test_without_addresses_partitions_are_spread_over_the_visible_gpus(tmp_path):
+    rows = run_job(tmp_path, "local-cluster[1,2,1024]")
+    for _, device, _, addresses, _, partition in rows:
+        assert addresses == []
+        assert device == f"cuda:{partition % 4}"
+    assert {row[1] for row in rows} == {"cuda:0", "cuda:1", "cuda:2", "cuda:3"}
+
+
+@pytest.mark.parametrize("visible", ["2,3"])
+def test_a_narrowed_executor_maps_addresses_to_its_own_devices(tmp_path, visible):
+    """CUDA_VISIBLE_DEVICES=2,3 and relative addresses 0 and 1, as a container with two cards gives them."""
+    rows = run_job(
+        tmp_path,
+        "local-cluster[1,2,1024]",
+        **{
+            "spark.executor.resource.gpu.amount": 2,
+            "spark.task.resource.gpu.amount": 1,
+            "spark.executorEnv.CUDA_VISIBLE_DEVICES": visible,
+        },
+    )
+    assert {(row[1], row[3][0]) for row in rows} == {("cuda:0 (address 0)", "0"), ("cuda:1 (address 1)", "1")}

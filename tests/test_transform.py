@@ -1,0 +1,389 @@
+"""The stage in a real Spark job: columns, rows, errors, and how often the model runs."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from conftest import PLAIN, Pooled, Quadrants, encoded, picture
+from plans import udf_nodes, udf_rows
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Row
+from pyspark.sql import functions as F
+from pyspark.sql.types import DoubleType, StringType
+
+from gpuml import ImageClassifier, ParamError
+
+LABELS = ["ant", "bee", "cat", "dog"]
+ALL_OUTPUTS = {"rawPredictionCol": "raw", "topKCol": "top", "topK": 2, "deviceCol": "device"}
+
+
+@functools.cache
+def model():
+    """One export for all tests here."""
+    return ImageClassifier.from_module(Pooled(), labels=LABELS, preprocess=PLAIN).getModel()
+
+
+def classifier(**params):
+    return ImageClassifier(model=model(), **params)
+
+
+@pytest.fixture(scope="module")
+def frame(spark):
+    """Ten good pictures in two partitions, with a column before and one after `content`."""
+    rows = [(i, encoded(i), f"name{i}") for i in range(10)]
+    return spark.createDataFrame(rows, "id int, content binary, name string").coalesce(2).cache()
+
+
+@pytest.fixture(scope="module")
+def broken(spark):
+    """Good pictures with a null, an empty, a text and a truncated one among them."""
+    data = [None, encoded(1), b"", encoded(2), b"not an image", encoded(3)[:60]]
+    return spark.createDataFrame(list(enumerate(data)), "id int, content binary").coalesce(1).cache()
+
+
+def expected(seed):
+    """Probabilities worked out in plain torch from the picture's pixels."""
+    pixels = torch.from_numpy(np.array(picture(seed).resize((32, 32), 2))).permute(2, 0, 1)[None] / 255
+    with torch.no_grad():
+        return torch.softmax(Pooled()(pixels), 1)[0].numpy()
+
+
+def test_outputs_have_the_contracts_names_types_and_places(frame):
+    out = classifier(**ALL_OUTPUTS).transform(frame)
+    names = ["id", "content", "name", "prediction", "predictedLabel", "probability", "raw", "top", "error", "device"]
+    assert out.columns == names
+    types = {field.name: field.dataType for field in out.schema.fields}
+    assert types["prediction"] == DoubleType()
+    assert types["predictedLabel"] == types["error"] == types["device"] == StringType()
+    assert isinstance(types["probability"], VectorUDT)
+    assert isinstance(types["raw"], VectorUDT)
+    assert types["top"].simpleString() == "array<struct<label:string,probability:double>>"
+    assert all(field.nullable for field in out.schema.fields if field.name not in frame.columns)
+
+
+def test_default_outputs_are_prediction_label_probability_and_error(frame):
+    added = classifier().transform(frame).columns[3:]
+    assert added == ["prediction", "predictedLabel", "probability", "error"]
+
+
+def test_an_empty_name_is_not_produced(frame):
+    stage = classifier(predictionCol="", predictedLabelCol="", errorCol="", probabilityCol="p")
+    assert stage.transform(frame).columns == ["id", "content", "name", "p"]
+
+
+def test_rows_hold_what_plain_torch_gives(frame):
+    for row in classifier(**ALL_OUTPUTS).transform(frame).collect():
+        wanted = expected(row.id)
+        got = row.probability.toArray()
+        assert np.abs(got - wanted).max() < 0.02  # Pillow's resize against torch's: a level or so of 255
+        assert row.prediction == wanted.argmax() == got.argmax()
+        assert row.predictedLabel == LABELS[int(row.prediction)]
+        assert row.top[0] == Row(label=row.predictedLabel, probability=got.max())
+        assert [entry.label for entry in row.top] == [LABELS[i] for i in np.argsort(-got)[:2]]
+        assert np.allclose(np.exp(row.raw.toArray()) / np.exp(row.raw.toArray()).sum(), got, atol=1e-6)
+        assert (row.error, row.device, row.name) == (None, "cpu", f"name{row.id}")
+
+
+@pytest.mark.parametrize("records", [1, 3, 7, 10000])
+@pytest.mark.parametrize("bad", [(0,), (6,), (0, 1, 2, 3, 4, 5, 6), (), (2, 3)])
+def test_every_row_comes_back_once_in_order_whatever_fails(spark, records, bad):
+    data = [(i, b"broken" if i in bad else encoded(i)) for i in range(7)]
+    frame = spark.createDataFrame(data, "id int, content binary").coalesce(1)
+    key = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    before = spark.conf.get(key)
+    spark.conf.set(key, records)
+    try:
+        rows = classifier(batchSize=2).transform(frame).collect()
+    finally:
+        spark.conf.set(key, before)
+    assert [row.id for row in rows] == list(range(7))
+    assert [row.error is not None for row in rows] == [i in bad for i in range(7)]
+    assert [row.prediction is None for row in rows] == [i in bad for i in range(7)]
+
+
+def test_keep_gives_nulls_and_a_reason(broken):
+    rows = classifier(**ALL_OUTPUTS).transform(broken).orderBy("id").collect()
+    kinds = [row.error and row.error.split(": ")[0] for row in rows]
+    assert kinds == ["null_input", None, "empty", None, "not_image", "truncated"]
+    for row in rows:
+        made = [row.prediction, row.predictedLabel, row.probability, row.raw, row.top]
+        assert all((value is None) == (row.error is not None) for value in made)
+        assert row.device == "cpu"
+
+
+def test_good_rows_equal_those_of_a_run_without_the_bad(broken):
+    stage = classifier(batchSize=1)
+    good = stage.transform(broken.where("id in (1, 3)")).orderBy("id").collect()
+    mixed = stage.transform(broken).where("error is null").orderBy("id").collect()
+    assert good == mixed
+
+
+@pytest.mark.parametrize("error_col", ["error", ""])
+def test_skip_drops_the_failed_rows(broken, error_col):
+    out = classifier(handleInvalid="skip", errorCol=error_col).transform(broken)
+    assert sorted(row.id for row in out.select("id").collect()) == [1, 3]
+    assert out.count() == 2
+
+
+def test_error_fails_naming_path_and_reason(spark, broken):
+    framed = broken.withColumn("path", F.concat(F.lit("s3://bucket/"), F.col("id"), F.lit(".jpg")))
+    out = classifier(handleInvalid="error").transform(framed.where("id = 4"))
+    with pytest.raises(Exception, match=r"ImageClassifier_\w+: s3://bucket/4.jpg: not_image: "):
+        out.select("predictedLabel").collect()
+
+
+def test_error_without_a_path_names_partition_and_row(broken):
+    out = classifier(handleInvalid="error", errorCol="").transform(broken.where("id <> 0"))
+    with pytest.raises(Exception, match=r"partition 0 row 1: empty: "):
+        out.collect()
+
+
+def test_error_raises_nothing_where_all_is_well(frame):
+    stage = classifier(**ALL_OUTPUTS)
+    assert stage.copy({stage.handleInvalid: "error"}).transform(frame).collect() == stage.transform(frame).collect()
+
+
+# --- schema errors: each before any job ---------------------------------------------------------------------------
+
+
+def test_an_existing_output_column_is_refused_with_the_setter(frame):
+    stage = classifier()
+    with pytest.raises(ParamError, match=r"predictionCol='prediction'.*setPredictionCol"):
+        stage.transform(stage.transform(frame))
+
+
+def test_existing_columns_compare_as_spark_resolves_names(spark, frame):
+    upper = frame.withColumn("Prediction", F.lit(1))
+    with pytest.raises(ParamError, match="predictionCol"):
+        classifier().transform(upper)
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        out = classifier().transform(upper)
+        assert out.columns[3:5] == ["Prediction", "prediction"]
+        assert {row.Prediction for row in out.collect()} == {1}
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
+
+
+def test_two_outputs_of_one_name_are_refused(frame):
+    with pytest.raises(ParamError, match="errorCol='Probability' and probabilityCol='probability'"):
+        classifier(errorCol="Probability").transform(frame)
+
+
+@pytest.mark.parametrize(
+    ("select", "message"),
+    [
+        (["id", "name"], "inputCol='content': there is no such column"),
+        (["name as content"], "of type string.*binaryFile"),
+        (["id as content"], "of type int"),
+        (["struct(id, name) as content"], "of type struct<"),
+        (["content", "content"], "2 such columns"),
+    ],
+)
+def test_a_missing_or_wrong_input_column_is_refused(frame, select, message):
+    with pytest.raises(ParamError, match=message):
+        classifier().transform(frame.selectExpr(*select))
+
+
+def test_an_unset_model_is_refused(frame):
+    with pytest.raises(ParamError, match=r"model is not set.*setModel"):
+        ImageClassifier().transform(frame)
+
+
+def test_input_column_is_found_as_spark_finds_it(frame):
+    renamed = frame.withColumnRenamed("content", "Image `data`.raw")
+    rows = classifier(inputCol="image `data`.RAW").transform(renamed).collect()
+    assert [row.error for row in rows] == [None] * 10
+
+
+def test_columns_with_awkward_or_equal_names_pass_through(frame):
+    awkward = frame.select("content", F.col("id").alias("a.b"), F.col("id").alias("x"), F.col("name").alias("x"))
+    out = classifier(predictionCol="p.q").transform(awkward)
+    assert out.columns == ["content", "a.b", "x", "x", "p.q", "predictedLabel", "probability", "error"]
+    assert out.collect()[3][1:4] == (3, 3, "name3")
+
+
+# --- how often the model runs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        lambda out: out.select("predictedLabel"),
+        lambda out: out.select("predictedLabel", "probability"),
+        lambda out: out.where("prediction >= 0").select("probability"),
+        lambda out: out.where("prediction >= 0").where("predictedLabel <> 'none'").select("probability", "error"),
+        lambda out: out.where(F.col("error").isNull()).groupBy("predictedLabel").count(),
+        lambda out: out.join(out.sparkSession.range(10).withColumnRenamed("id", "key"), F.col("id") == F.col("key")),
+    ],
+)
+@pytest.mark.parametrize("invalid", ["keep", "skip", "error"])
+def test_each_row_is_evaluated_once(frame, query, invalid):
+    out = query(classifier(topKCol="top", handleInvalid=invalid).transform(frame))
+    assert udf_rows(out) == 10
+    assert len(udf_nodes(out)) == 1
+    plan = out._jdf.queryExecution().executedPlan().toString()
+    assert len(re.findall(r"of_bytes\([^)]*\)", plan)) >= 1
+
+
+def test_a_cached_result_is_not_computed_again(frame):
+    out = classifier().transform(frame).cache()
+    first = udf_rows(out)
+    again = udf_rows(out.where("prediction >= 0"))
+    out.unpersist()
+    assert (first, again) == (10, 10)  # the cached plan's own count: it has not grown
+
+
+def test_unselected_outputs_do_not_run_the_model(frame):
+    assert udf_rows(classifier().transform(frame).select("id")) == 0
+
+
+# --- image structs ------------------------------------------------------------------------------------------------
+
+
+def test_the_image_source_gives_the_same_scores_as_the_files(spark, tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.png").write_bytes(encoded(i))
+    structs = spark.read.format("image").load(str(tmp_path)).select("image", F.col("image.origin").alias("path"))
+    files = spark.read.format("binaryFile").load(str(tmp_path))
+    by_struct = classifier(inputCol="image").transform(structs).select("path", "probability").collect()
+    by_file = classifier().transform(files).select("path", "probability").collect()
+
+    def names(rows):
+        return {row.path.rpartition("/")[2]: row.probability for row in rows}
+
+    assert names(by_struct) == names(by_file)
+    assert len(by_file) == 4
+
+
+def test_an_invalid_image_struct_is_named_by_its_origin(spark, tmp_path):
+    (tmp_path / "bad file.png").write_bytes(b"no picture")
+    frame = spark.read.format("image").load(str(tmp_path))
+    kept = classifier(inputCol="image").transform(frame).collect()
+    assert kept[0].error.startswith("not_image: ")
+    with pytest.raises(Exception, match=r"bad%20file.png: not_image|bad file.png: not_image"):
+        classifier(inputCol="image", handleInvalid="error").transform(frame).collect()
+
+
+def test_parquet_with_image_structs_takes_one_evaluation(spark, tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.png").write_bytes(encoded(i))
+    spark.read.format("image").load(str(tmp_path)).write.parquet(str(tmp_path / "table"))
+    out = classifier(inputCol="image", **ALL_OUTPUTS).transform(spark.read.parquet(str(tmp_path / "table")))
+    assert udf_rows(out.select("probability", "top")) == 3
+
+
+# --- sources of files ---------------------------------------------------------------------------------------------
+
+
+def test_an_empty_frame_and_empty_partitions_give_their_schema(spark, frame):
+    empty = classifier(**ALL_OUTPUTS).transform(frame.limit(0))
+    assert empty.collect() == []
+    spread = frame.limit(2).repartition(6)
+    assert classifier().transform(spread).count() == 2
+    assert len(classifier().transform(spread).collect()) == 2
+
+
+def test_parquet_source_gives_vectors(spark, frame, tmp_path):
+    frame.write.parquet(str(tmp_path / "p"))
+    rows = classifier(**ALL_OUTPUTS).transform(spark.read.parquet(str(tmp_path / "p"))).collect()
+    assert len(rows) == 10
+    assert all(abs(row.probability.toArray().sum() - 1) < 1e-6 for row in rows)
+
+
+def test_schema_before_the_action_is_the_schema_after(frame):
+    out = classifier(**ALL_OUTPUTS).transform(frame)
+    before = out.schema
+    assert out.sparkSession.createDataFrame(out.collect(), before).schema == before == out.schema
+
+
+def test_partition_folders_keep_their_label_column(spark, tmp_path):
+    for label in ("cat", "dog"):
+        (tmp_path / f"label={label}").mkdir()
+        (tmp_path / f"label={label}" / "one.png").write_bytes(encoded(len(label)))
+    out = classifier().transform(spark.read.format("binaryFile").load(str(tmp_path)))
+    assert sorted((row.label, row.error) for row in out.collect()) == [("cat", None), ("dog", None)]
+
+
+# --- Params -------------------------------------------------------------------------------------------------------
+
+
+def test_extra_params_hold_for_one_call(frame):
+    stage = classifier(batchSize=4)
+    out = stage.transform(frame, {stage.predictedLabelCol: "name2", stage.batchSize: 1})
+    assert "name2" in out.columns
+    assert (stage.getBatchSize(), stage.getPredictedLabelCol()) == (4, "predictedLabel")
+
+
+def test_the_default_batch_is_a_cap_whatever_the_arrow_batch(spark):
+    """Batch size 3 over one Arrow batch of 10 rows gives what batch size 64 gives."""
+    frame = spark.createDataFrame([(i, encoded(i)) for i in range(10)], "id int, content binary").coalesce(1)
+    outs = [classifier(batchSize=size, rawPredictionCol="raw").transform(frame).collect() for size in (1, 3, 64)]
+    for rows in outs[1:]:
+        for a, b in zip(outs[0], rows, strict=True):
+            assert np.allclose(a.raw.toArray(), b.raw.toArray(), atol=1e-5)
+
+
+def test_quadrants_arrive_in_place_and_in_rgb(spark):
+    net = ImageClassifier.from_module(Quadrants(), preprocess=PLAIN, activation="none", rawPredictionCol="raw")
+    frame = spark.createDataFrame([(encoded(5),)], "content binary")
+    row = net.transform(frame).collect()[0]
+    pixels = np.array(picture(5).resize((32, 32), 2)) / 255
+    tops = [pixels[:16, :16], pixels[:16, 16:], pixels[16:, :16], pixels[16:, 16:]]
+    wanted = np.array([part.mean((0, 1)) for part in tops]).T.ravel()
+    assert np.abs(row.raw.toArray() - wanted).max() < 0.01
+
+
+def test_a_local_master_with_a_gpu_amount_is_warned_of(tmp_path):
+    """The job itself would hang, so only transform is called, in a session of its own."""
+    script = textwrap.dedent("""
+        import warnings
+        from conftest import PLAIN, Pooled, encoded
+        from pyspark.sql import SparkSession
+        from gpuml import ImageClassifier
+        # Spark starts only with the executor's amount as well, which it then ignores.
+        conf = {"spark.task.resource.gpu.amount": "1", "spark.executor.resource.gpu.amount": "1"}
+        spark = SparkSession.builder.master("local[2]").config(map=conf).getOrCreate()
+        stage = ImageClassifier.from_module(Pooled(), preprocess=PLAIN)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            stage.transform(spark.createDataFrame([(encoded(),)], "content binary"))
+        print([str(w.message) for w in seen if "spark.task.resource.gpu.amount" in str(w.message)])
+    """)
+    env = dict(os.environ, PYTHONPATH=str(pathlib.Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert "schedules no GPUs" in done.stdout, done.stderr[-2000:]
+
+
+# --- what travels -------------------------------------------------------------------------------------------------
+
+
+def test_the_closure_holds_neither_stage_nor_session():
+    from pyspark import cloudpickle
+
+    from gpuml.spark.udf import score_udf
+    from gpuml.spec import Spec
+
+    udf = score_udf(Spec(model="0" * 64, outputs=("error", "prediction")), image_struct=False)
+    pickled = cloudpickle.dumps(udf.func if hasattr(udf, "func") else udf)
+    assert b"ImageClassifier" not in pickled
+    assert b"SparkSession" not in pickled
+    assert b"SparkContext" not in pickled
+    assert len(pickled) < 3000
+
+
+def test_the_environment_and_pillows_switches_are_left_alone(frame):
+    from PIL import Image, ImageFile
+
+    before = dict(os.environ), Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
+    stage = classifier()
+    stage.transform(frame).collect()
+    stage.predict([encoded(1)])
+    assert (dict(os.environ), Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES) == before
