@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from gpuml.version import __version__
 
 if TYPE_CHECKING:
-    from gpuml.errors import DeviceError, DeviceMemoryError, GpumlError, ModelError, ModelFileError, ParamError
+    from gpuml.errors import (
+        DeviceError,
+        DeviceMemoryError,
+        GpumlError,
+        ModelError,
+        ModelFileError,
+        ParamError,
+        RowError,
+    )
     from gpuml.models.file import save_model
     from gpuml.spark.stages import ImageClassifier
     from gpuml.spec import Preprocess
@@ -24,6 +32,7 @@ __all__ = [
     "ModelFileError",
     "ParamError",
     "Preprocess",
+    "RowError",
     "__version__",
     "save_model",
 ]
@@ -33,7 +42,8 @@ _HOMES = {
     "Preprocess": "gpuml.spec",
     "save_model": "gpuml.models.file",
     **dict.fromkeys(
-        ("DeviceError", "DeviceMemoryError", "GpumlError", "ModelError", "ModelFileError", "ParamError"), "gpuml.errors"
+        ("DeviceError", "DeviceMemoryError", "GpumlError", "ModelError", "ModelFileError", "ParamError", "RowError"),
+        "gpuml.errors",
     ),
 }
 

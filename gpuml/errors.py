@@ -49,6 +49,7 @@ ROW_ERROR_KINDS = (
     "too_large",  # more pixels than maxPixels
     "bad_struct",  # an image struct whose lengths or mode do not fit
     "io",  # predict() could not read the path
+    "bad_value",  # the image was read, but the model gave NaN for it
 )
 
 

@@ -545,6 +545,20 @@ def test_torchscript_tensor_that_leaves_its_storage_is_refused(scripted: Path, t
     assert (bias.numel(), bias.untyped_storage().nbytes()) == (16384, 16)
 
 
+def test_torchscript_pickle_with_an_opcode_of_another_writer_is_refused(scripted: Path, tmp_path: Path) -> None:
+    content = members(scripted)
+    hostile = content["data.pkl"][:2] + b"\x8c\x01a0" + content["data.pkl"][2:]  # a short string, dropped again
+    with pytest.raises(ModelFileError, match="has SHORT_BINUNICODE 'a', unknown to TorchScript"):
+        check_archive(write(tmp_path / "net.pt", {**content, "data.pkl": hostile}))
+
+
+def test_torchscript_tensor_of_negative_length_is_refused(scripted: Path, tmp_path: Path) -> None:
+    content = members(scripted)
+    hostile = content["data.pkl"].replace(b"(K\x04t", b"(J\xff\xff\xff\xfft")
+    with pytest.raises(ModelFileError, match=r"shape \(-1,\), stride \(1,\) leaves its storage"):
+        check_archive(write(tmp_path / "net.pt", {**content, "data.pkl": hostile}))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
@@ -637,6 +651,11 @@ def test_member_whose_path_is_not_plain_is_refused(name: str, good: Path, tmp_pa
         check_archive(zipped(tmp_path / "net.pt2", [*rooted(good), (name, b"")]))
 
 
+def test_members_below_two_folders_are_refused(good: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="below 'net' and 'other', where torch writes one folder"):
+        check_archive(zipped(tmp_path / "net.pt2", [*rooted(good), ("other/extra/a", b"")]))
+
+
 @pytest.mark.parametrize("name", ["data/executorch/a.pte", "data/weights/custom_obj_0", "xl_model_weights/a", "a.py"])
 def test_member_of_an_unknown_kind_is_refused(name: str, good: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="no part of a network of plain tensors"):
@@ -661,34 +680,56 @@ def comment(data: bytes) -> bytes:
 
 
 def rename_in_local_header(data: bytes) -> bytes:
-    return data.replace(b"net/models/model.json", b"net/models/other.json", 1)
+    """Python compares the names when it reads a member; weights are read by torch only."""
+    return data.replace(b"net/data/weights/weight_0", b"net/data/weights/weight_9", 1)
 
 
 def encrypt(data: bytes) -> bytes:
-    """Set the bit that says so, in the directory."""
-    at = data.rindex(b"PK\x01\x02")
-    return data[: at + 8] + bytes([data[at + 8] | 1]) + data[at + 9 :]
+    """Set the bit that says so, in both headers of the last member."""
+    changed = bytearray(data)
+    changed[data.rindex(b"PK\x01\x02") + 8] |= 1
+    changed[data.rindex(b"PK\x03\x04") + 6] |= 1
+    return bytes(changed)
+
+
+def insert(data: bytes, at: int) -> bytes:
+    """Bytes that no header speaks of, with every offset put right."""
+    changed, entry = bytearray(data), data.index(b"PK\x01\x02")
+    while entry >= 0:
+        (offset,) = struct.unpack_from("<L", data, entry + 42)
+        struct.pack_into("<L", changed, entry + 42, offset + 6 * (offset >= at))
+        entry = data.find(b"PK\x01\x02", entry + 1)
+    struct.pack_into("<L", changed, len(data) - 6, data.index(b"PK\x01\x02") + 6)
+    return bytes(changed[:at]) + b"hidden" + bytes(changed[at:])
+
+
+def insert_between_members(data: bytes) -> bytes:
+    return insert(data, data.index(b"PK\x03\x04", 4))
 
 
 def insert_before_directory(data: bytes) -> bytes:
-    start, tail = data.index(b"PK\x01\x02"), bytearray(data)
-    end = struct.unpack_from("<L", tail, len(tail) - 6)
-    assert end == (start,)
-    struct.pack_into("<L", tail, len(tail) - 6, start + 6)
-    return bytes(tail[:start]) + b"hidden" + bytes(tail[start:])
+    return insert(data, data.index(b"PK\x01\x02"))
 
 
 @pytest.mark.parametrize(
-    "change",
-    [prepend, append, comment, rename_in_local_header, encrypt, insert_before_directory],
-    ids=lambda change: change.__name__,
+    ("change", "reason"),
+    [
+        (prepend, "two headers that differ|hidden bytes before it"),
+        (append, "is damaged|bytes before, between or after"),
+        (comment, "bytes before, between or after"),
+        (rename_in_local_header, "two headers that differ"),
+        (encrypt, "compressed or encrypted"),
+        (insert_between_members, "hidden bytes before it"),
+        (insert_before_directory, "bytes before, between or after"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_zip_that_two_readers_could_read_differently_is_refused(
-    change: Callable[[bytes], bytes], good: Path, tmp_path: Path
+    change: Callable[[bytes], bytes], reason: str, good: Path, tmp_path: Path
 ) -> None:
     path = zipped(tmp_path / "net.pt2", rooted(good))
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ModelFileError, match=r"differ|bytes before|encrypted|damaged|hidden"):
+    with pytest.raises(ModelFileError, match=reason):
         check_archive(path)
 
 

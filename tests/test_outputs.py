@@ -154,3 +154,16 @@ def test_infinite_scores_are_ordered_like_any_other():
     made = make(np.array([[-np.inf, np.inf, 0]], np.float32), activation="none", top_k=3)
     assert made["topLabels"] == [["dog", "cow", "cat"]]
     assert made["prediction"].tolist() == [1]
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid", "none"])
+def test_a_row_with_nan_fails_with_a_reason_and_leaves_the_others_alone(activation):
+    outputs = LOGITS.copy()
+    outputs[1, 0] = np.nan
+    made = make(outputs, bad=(0,), activation=activation)
+    assert made["error"] == ["empty: no bytes", None, "bad_value: the model gave NaN for this image", None]
+    assert np.isnan(made["prediction"]).tolist() == [True, False, True, False]
+    for name in ("predictedLabel", "probability", "rawPrediction", "topLabels", "topProbabilities"):
+        assert [value is None for value in made[name]] == [True, False, True, False]
+    whole = make(LOGITS[[0, 2]], activation=activation)
+    assert [made["predictedLabel"][i] for i in (1, 3)] == whole["predictedLabel"]

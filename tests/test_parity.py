@@ -93,8 +93,10 @@ def reference_scores() -> Scores:
         ]
     )
     batch = torch.stack([transform(Image.open(io.BytesIO(cell))) for cell in cells()])
+    # Channels last and few at a time: 46 images/s on one core, against 13 in batches of 50 as they come.
+    parts = batch.contiguous(memory_format=torch.channels_last).split(4)
     with torch.inference_mode():
-        probabilities = torch.cat([network()(part).softmax(1) for part in batch.split(50)]).numpy()
+        probabilities = torch.cat([network()(part).softmax(1) for part in parts]).numpy()
     return [LABELS[index] for index in probabilities.argmax(1)], probabilities
 
 

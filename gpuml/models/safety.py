@@ -188,7 +188,7 @@ def _check_directory(file: io.BufferedReader, start: int, count: int) -> None:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 98))
     tail = file.read()
-    mark, _, _, _, entries, length, offset, comment = struct.unpack("<4s4H2LH", tail[-22:])
+    mark, _, _, _, entries, length, offset, _ = struct.unpack("<4s4H2LH", tail[-22:])
     end = size - 22
     if tail[-42:-38] == b"PK\x06\x07":  # zip64, which torch always writes
         end = size - 98
@@ -197,5 +197,5 @@ def _check_directory(file: io.BufferedReader, start: int, count: int) -> None:
         if wide[0] != b"PK\x06\x06" or wide[12] != end or not agree:
             raise ModelFileError("its zip has two directories that differ")
         entries, length, offset = wide[7:10]
-    if mark != b"PK\x05\x06" or comment or (offset, offset + length, entries) != (start, end, count):
+    if mark != b"PK\x05\x06" or (offset, offset + length, entries) != (start, end, count):
         raise ModelFileError("its zip has bytes before, between or after the parts that torch writes")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpuml.errors import RowError
 from gpuml.models.file import Card
 from gpuml.spec import Spec
 from gpuml.worker.runner import Scores
@@ -19,7 +20,7 @@ def columns(scores: Scores, card: Card, spec: Spec, device: str) -> dict[str, An
     row, ``topLabels`` and ``topProbabilities`` lists in falling order, ``error`` str, ``device`` str.
     """
     rows = len(scores.reasons)
-    probabilities = activate(scores.outputs, card.activation)
+    scores, probabilities = _numbers_only(scores, activate(scores.outputs, card.activation))
     indices = probabilities.argmax(1)
     made: dict[str, Any] = {}
     for name in spec.outputs:
@@ -47,6 +48,18 @@ def columns(scores: Scores, card: Card, spec: Spec, device: str) -> dict[str, An
         else:
             raise ValueError(f"no output is called {name!r}")
     return made
+
+
+def _numbers_only(scores: Scores, probabilities: Any) -> tuple[Scores, Any]:
+    """A row with NaN among its probabilities fails: argmax would name some class for it, without a word."""
+    bad = np.isnan(probabilities).any(1)
+    if not bad.any():
+        return scores, probabilities
+    reasons = list(scores.reasons)
+    for place in np.flatnonzero(bad).tolist():
+        reasons[scores.good[place]] = str(RowError("bad_value", "the model gave NaN for this image"))
+    good = [row for row, failed in zip(scores.good, bad.tolist(), strict=True) if not failed]
+    return Scores(scores.outputs[~bad], good, reasons), probabilities[~bad]
 
 
 def activate(outputs: Any, activation: str) -> Any:

@@ -1,0 +1,127 @@
+"""Spark Connect: the core of the suite on a client with no JVM of its own, in a process of its own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+TESTS = os.path.dirname(os.path.abspath(__file__))
+
+PRELUDE = """
+import sys
+import pytest
+from conftest import PLAIN, Pooled, encoded
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.classification import LogisticRegression
+from pyspark.sql import SparkSession, functions as F
+from gpuml import ImageClassifier, ParamError, save_model
+
+folder = sys.argv[1]
+spark = SparkSession.builder.remote("local[2]").getOrCreate()
+assert "connect" in type(spark).__module__
+data = [encoded(0), None, encoded(1), b"broken", *(encoded(i) for i in range(2, 8))]
+rows = [(i, d, float(i % 2)) for i, d in enumerate(data)]
+frame = spark.createDataFrame(rows, "id int, content binary, label double").coalesce(1)
+"""
+
+CORE = (
+    PRELUDE
+    + """
+stage = ImageClassifier.from_module(
+    Pooled(), preprocess=PLAIN, labels=["ant", "bee", "cat", "dog"], rawPredictionCol="raw", topKCol="top",
+    deviceCol="device",
+)
+rows = stage.transform(frame).orderBy("id").collect()
+local = stage.predict(data)
+assert [r.predictedLabel for r in rows] == local.predictedLabel.tolist()
+assert [r.error for r in rows] == local.error.tolist()
+assert [r.device for r in rows] == ["cpu"] * 10
+assert all((r.probability is None) == (r.error is not None) for r in rows)
+assert max(abs(r.raw.toArray() - x).max() for r, x in zip(rows, local.raw) if x is not None) < 1e-5
+assert [t.label for t in rows[0].top] == [t["label"] for t in local.top[0]]
+assert stage.transform(frame.limit(0)).collect() == []
+assert stage.copy({stage.handleInvalid: "skip"}).transform(frame).count() == 8
+with pytest.raises(Exception, match="null_input"):
+    stage.copy({stage.handleInvalid: "error"}).transform(frame).collect()
+with pytest.raises(ParamError, match="setPredictionCol"):
+    stage.transform(stage.transform(frame))
+
+stage.write().overwrite().save(folder + "/stage")
+stage.write().overwrite().save(folder + "/stage")
+loaded = ImageClassifier.load(folder + "/stage")
+assert loaded.extractParamMap() == stage.extractParamMap()
+assert loaded.transform(frame).orderBy("id").collect() == rows
+
+skip = stage.copy({stage.handleInvalid: "skip"})
+learner = LogisticRegression(featuresCol="probability", predictionCol="p2", probabilityCol="pr2",
+                             rawPredictionCol="rp2", maxIter=3)
+fitted = Pipeline(stages=[skip, learner]).fit(frame)
+wanted = fitted.transform(frame).select("id", "p2").orderBy("id").collect()
+assert len(wanted) == 8
+fitted.write().overwrite().save(folder + "/fitted")
+fitted.write().overwrite().save(folder + "/fitted")
+again = PipelineModel.load(folder + "/fitted")
+assert again.transform(frame).select("id", "p2").orderBy("id").collect() == wanted
+print("CORE HOLDS")
+del fitted, again, learner  # Spark's remote models ask the server at exit, and wait for it for minutes once it is gone
+spark.stop()
+"""
+)
+
+
+def run(script, *args, timeout=300, **env):
+    env = {**os.environ, "PYTHONPATH": TESTS, "PYSPARK_PYTHON": sys.executable, **env}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
+        env=env, capture_output=True, text=True, timeout=timeout, cwd=args[0],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.connect
+def test_the_core_of_the_suite_holds_over_connect(tmp_path):
+    assert "CORE HOLDS" in run(CORE, tmp_path)
+
+
+BIG = """
+import sys, torch
+from conftest import PLAIN, encoded
+from pyspark.sql import SparkSession
+from gpuml import ImageClassifier, save_model
+from gpuml.models import store
+
+folder, kind = sys.argv[1:]
+
+class Big(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = torch.nn.Linear(3, 8)
+        self.weight = torch.nn.Parameter(torch.empty(92_000_000).uniform_(generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x):
+        return self.wide(x.mean((2, 3))) + self.weight[:8]
+
+builder = SparkSession.builder.config("spark.ui.enabled", "false")
+spark = (builder.remote("local[1]") if kind == "connect" else builder.master("local[1]")).getOrCreate()
+stage = ImageClassifier.from_module(Big(), preprocess=PLAIN)
+size = store.path_of(stage._held).stat().st_size
+assert size > 350 << 20, size
+frame = spark.createDataFrame([(encoded(0),)], "content binary")
+wanted = stage.transform(frame).collect()
+stage.write().overwrite().save(folder + "/big")
+store.path_of(stage._held).unlink()
+loaded = ImageClassifier.load(folder + "/big")
+assert loaded.transform(frame).collect() == wanted
+print("SAVED AND LOADED", size >> 20, "MiB")
+"""
+
+
+@pytest.mark.connect
+@pytest.mark.parametrize("kind", ["classic", "connect"])
+def test_a_model_of_350_mb_saves_and_loads_with_the_default_driver_memory(tmp_path, kind):
+    home = tmp_path / "home"
+    out = run(BIG, tmp_path, kind, GPUML_HOME=str(home))
+    assert "SAVED AND LOADED" in out
