@@ -14,7 +14,7 @@ from gpuml.errors import ModelFileError
 from gpuml.models import store
 
 if TYPE_CHECKING:
-    from gpuml.spark.stages import ModelStage
+    from gpuml.spark.base import ModelStage
 
 #: One DataFrame with a whole model ends a driver of 1 GB from about 110 MB. In pairs of 8 MiB, 333 MB took 10 s.
 CHUNK_BYTES = 8 << 20

@@ -1,0 +1,108 @@
+"""gpuml against predict_batch_udf on the same JPEGs, interleaved: an order of magnitude, not the benchmark.
+
+    python examples/benchmarks/quick_check.py [images] [rounds]
+
+1,600 photo-like JPEGs of 500x375 pixels in Parquet, local[2], a network that is pooled pixels and one linear layer, so
+that what is measured is all but the network. The peer decodes the same bytes inside its predict function, with the
+preset of torchvision's zoo; both give an index and 1,000 probabilities per row.
+"""
+
+import io
+import os
+import statistics
+import sys
+import tempfile
+import time
+
+import numpy as np
+import torch
+from PIL import Image
+from pyspark.ml.functions import predict_batch_udf
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, FloatType, StructField, StructType
+from torch import nn
+
+from gpuml import ImageClassifier, Preprocess
+
+CLASSES = 1000
+
+
+class Pooled(nn.Module):
+    """Mean colour, then one linear layer with seeded weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, CLASSES)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 5)
+
+    def forward(self, x):
+        return self.linear(x.mean((2, 3)))
+
+
+def photo(seed, width=500, height=375):
+    """A JPEG with the spectrum of a photograph, about 100 kB: noise whose amplitude falls with frequency."""
+    random = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = 1
+    spectrum = np.fft.rfft2(random.standard_normal((3, height, width))) / frequency
+    pixels = np.fft.irfft2(spectrum, (height, width))
+    pixels = 128 + 50 * pixels / pixels.std() + random.uniform(-50, 50, (3, 1, 1))
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0)).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+def peer(content):
+    """predict_batch_udf over raw bytes, its strongest fair form: decode, preset and network in one function."""
+
+    def load():
+        from torchvision.transforms._presets import ImageClassification
+
+        network, preset = Pooled().eval(), ImageClassification(crop_size=224)
+
+        def predict(encoded):
+            images = [Image.open(io.BytesIO(data)).convert("RGB") for data in encoded]
+            with torch.inference_mode():
+                probability = torch.softmax(network(torch.stack([preset(image) for image in images])), 1).numpy()
+            return {"prediction": probability.argmax(1).astype(np.float32), "probability": probability}
+
+        return predict
+
+    schema = StructType([StructField("prediction", FloatType()), StructField("probability", ArrayType(FloatType()))])
+    return predict_batch_udf(load, return_type=schema, batch_size=64)(content)
+
+
+def main(images=1600, rounds=5):
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false").getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    with tempfile.TemporaryDirectory() as folder:
+        photos = [photo(seed) for seed in range(64)]
+        rows = [(i, photos[i % len(photos)]) for i in range(images)]
+        spark.createDataFrame(rows, "id int, content binary").repartition(8).write.parquet(f"{folder}/photos")
+        frame = spark.read.parquet(f"{folder}/photos")
+        stage = ImageClassifier.from_module(Pooled(), preprocess=Preprocess(), errorCol="")
+        ours = stage.transform(frame).select("id", "prediction", "probability")
+        theirs = frame.select("id", peer(F.col("content")).alias("out")).select("id", "out.*")
+        labels = [dict(out.select("id", "prediction").collect()) for out in (ours, theirs)]  # warms both up as well
+        agree = sum(labels[0][i] == labels[1][i] for i in labels[0]) / images
+        ratios, seconds = [], {"gpuml": [], "predict_batch_udf": []}
+        for _ in range(rounds):
+            for name, out in (("gpuml", ours), ("predict_batch_udf", theirs)):
+                start = time.perf_counter()
+                out.write.format("noop").mode("overwrite").save()  # every column of every row
+                seconds[name].append(time.perf_counter() - start)
+            ratios.append(seconds["predict_batch_udf"][-1] / seconds["gpuml"][-1])
+    print(f"{images} JPEGs of {len(photos[0]) // 1000} kB, {rounds} interleaved rounds, labels agree on {agree:.1%}")
+    for name, taken in seconds.items():
+        print(f"{name:18} {images / statistics.median(taken):6.0f} images/s (median)")
+    print(f"ratio {statistics.median(ratios):.2f} (median; {min(ratios):.2f} to {max(ratios):.2f})")
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

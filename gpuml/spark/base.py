@@ -1,0 +1,252 @@
+"""What all stages share: the model file that they hold, transform, predict, save and load."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml import Transformer
+from pyspark.ml.param import Param
+from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from gpuml.errors import ParamError, RowError
+from gpuml.models import store
+from gpuml.spark import columns
+from gpuml.spark.conf import warn_of_local_gpu_amount
+from gpuml.spark.params import MODEL_PARAMS, HasModel
+from gpuml.spark.persistence import StageReader, StageWriter
+from gpuml.spark.udf import score_udf
+from gpuml.spec import Preprocess, Spec
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from PIL import Image
+    from torch import nn
+    from typing_extensions import Self
+
+
+class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
+    """A stage holds one model file, by its content hash, and adds columns made from its output."""
+
+    #: sha256 of the model file that this stage holds; None until it is first needed.
+    _held: str | None = None
+
+    def _output_columns(self) -> dict[str, tuple[str, str]]:
+        """Param name -> (column name, the struct's field it is made from), in output order; without the empty names."""
+        raise NotImplementedError
+
+    # --- the model file -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_module(
+        cls,
+        net: nn.Module,
+        *,
+        preprocess: Preprocess,
+        labels: Sequence[str] = (),
+        activation: str = "softmax",
+        **params: Any,
+    ) -> Self:
+        """A stage for a network in memory, a notebook's own class included; workers need not know the class.
+
+        Parameters
+        ----------
+        net, preprocess, labels, activation : as `gpuml.save_model` takes them. `net` stays as it is.
+        **params : Params of the stage. `model` becomes ``sha256:<hex>``, the content hash of the exported network.
+
+        Raises
+        ------
+        ModelError
+            The network cannot be exported, or does not fit the labels.
+        """
+        from gpuml.models.file import save_model
+
+        with store.incoming() as path:
+            save_model(net, path, preprocess=preprocess, labels=labels, activation=activation)
+            sha256 = store.add(path)
+        stage = cls()
+        stage._set(**params, model=f"sha256:{sha256}")
+        stage._held = sha256
+        return stage
+
+    def _model_file(self) -> str:
+        """sha256 of the stage's model file: the one that it holds, else what `model` and its Params lead to."""
+        if self._held is None:
+            if not self.isDefined(self.model):
+                raise ParamError(
+                    f"{self.uid}: the Param model is not set; e.g. setModel('torchvision:resnet50') or "
+                    f"setModel('/path/of/model.pt2')"
+                )
+            from gpuml.models.sources import resolve
+
+            preprocess = Preprocess.from_json(self.getPreprocess()) if self.getPreprocess() else None
+            self._held = resolve(self.getModel(), self.getWeights(), self.getLabels(), preprocess)
+        return self._held
+
+    def _set(self, **kwargs: Any) -> Self:
+        super()._set(**kwargs)
+        self._forget_model(kwargs)
+        return self
+
+    def set(self, param: Param[Any], value: Any) -> None:
+        super().set(param, value)
+        self._forget_model([param.name])
+
+    def clear(self, param: Param[Any]) -> None:
+        super().clear(param)
+        self._forget_model([param.name])
+
+    def copy(self, extra: Any = None) -> Self:
+        that = super().copy(extra)
+        that._held = self._held
+        # A Pipeline hands every stage the extra params of all.
+        that._forget_model(param.name for param in extra or () if param.parent == self.uid)
+        return that
+
+    def _forget_model(self, names: Any) -> None:
+        if any(name in MODEL_PARAMS for name in names):
+            self._held = None
+
+    # --- ways out -------------------------------------------------------------------------------------------------
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        outputs = self._output_columns()
+        source = columns.input_column(dataset, self.inputCol.name, self.getInputCol())
+        columns.check_outputs(dataset, {name: column for name, (column, _) in outputs.items()})
+        spec = self._spec(field for _, field in outputs.values())
+        warn_of_local_gpu_amount(dataset.sparkSession)
+        # At every transform: the same file twice is fine, and a new context has lost it.
+        dataset.sparkSession.addArtifacts(str(store.path_of(spec.model)), file=True)
+
+        scored = score_udf(spec, image_struct=source.is_image)
+        inputs = [source.column.getField(name) for name in columns.IMAGE_TYPES] if source.is_image else [source.column]
+        struct, row = f"__{self.uid}", f"__{self.uid}_row"
+        added = [scored(*inputs).alias(struct)]
+        if self.getHandleInvalid() == "error":
+            added.append(columns.row_name(dataset, source).alias(row))
+        result = dataset.select("*", *added)
+        made = {column: columns.from_struct(F.col(struct), field) for column, field in outputs.values()}
+        reason = F.col(struct)["error"]
+        if self.getHandleInvalid() == "skip":
+            result = result.where(reason.isNull())
+        elif self.getHandleInvalid() == "error":
+            failed = F.raise_error(F.concat(F.lit(f"{self.uid}: "), F.col(row), F.lit(": "), reason))
+            made = {column: F.when(reason.isNull(), value).otherwise(failed) for column, value in made.items()}
+        return result.select("*", *(value.alias(column) for column, value in made.items())).drop(struct, row)
+
+    def predict(self, inputs: Sequence[bytes | str | os.PathLike[str] | Image.Image | None]) -> pd.DataFrame:
+        """Run the stage here, with no Spark session, on images in memory or on local files.
+
+        Parameters
+        ----------
+        inputs : encoded bytes, paths of local files, PIL images; None is a null.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row per input, in order, columns named as the stage's outputs; vectors are float32 arrays.
+            ``handleInvalid="skip"`` drops failed rows, keeping the index of the others.
+
+        Raises
+        ------
+        ParamError
+            An input is of another type, or a URL.
+        RowError
+            ``handleInvalid="error"`` and an input cannot be read.
+        """
+        import pandas as pd
+        from PIL import Image
+
+        from gpuml.worker.device import Task
+        from gpuml.worker.serve import serve
+
+        if isinstance(inputs, (str, bytes, bytearray, memoryview, os.PathLike, Image.Image)):
+            raise ParamError(f"predict: inputs is one {type(inputs).__name__}; give a list of them: predict([...])")
+        inputs = list(inputs)
+        rows = [_predict_input(position, value) for position, value in enumerate(inputs)]
+        _load_shared(rows, self.getMaxPixels())
+        outputs = self._output_columns()
+        columns.check_distinct({name: column for name, (column, _) in outputs.items()})
+        spec = self._spec(field for _, field in outputs.values())
+        made = serve(rows, spec, Task(cpus=_cpus()), lambda: store.path_of(spec.model))
+        failed = [position for position, reason in enumerate(made["error"]) if reason is not None]
+        if failed and self.getHandleInvalid() == "error":
+            first = failed[0]
+            kind, _, message = made["error"][first].partition(": ")
+            raise RowError(kind, f"input {first} ({_short(inputs[first])}): {message}")
+        frame = pd.DataFrame(
+            {
+                column: pd.Series(columns.local(made, field), dtype="float64" if field == "prediction" else object)
+                for column, field in outputs.values()
+            },
+            index=range(len(rows)),
+        )
+        return frame.drop(index=failed) if self.getHandleInvalid() == "skip" else frame
+
+    def _spec(self, fields: Iterable[str]) -> Spec:
+        """The value that travels to the workers."""
+        return Spec(
+            model=self._model_file(),
+            batch_size=self.getBatchSize(),
+            device=self.getDevice(),
+            dtype=self.getDtype(),
+            decode_threads=self.getDecodeThreads(),
+            max_pixels=self.getMaxPixels(),
+            alpha=self.getAlpha(),
+            outputs=columns.worker_fields(fields),
+            top_k=self._top_k(),
+        )
+
+    def _top_k(self) -> int:
+        return 0
+
+    def write(self) -> StageWriter:
+        return StageWriter(self)
+
+    @classmethod
+    def read(cls) -> StageReader:
+        return StageReader(cls)
+
+
+def _predict_input(position: int, value: Any) -> Any:
+    """What a user hands to predict -> what a Runner reads."""
+    from PIL import Image
+
+    if value is None or isinstance(value, (bytes, bytearray, memoryview, Image.Image)):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        path = os.fspath(value)
+        if isinstance(path, str) and "://" in path:
+            raise ParamError(
+                f"predict: input {position} is a URL, {path!r}; predict reads local files: download it first"
+            )
+        return Path(os.fsdecode(path))
+    raise ParamError(
+        f"predict: input {position} is a {type(value).__name__}; give bytes, the path of a local file, or a PIL image"
+    )
+
+
+def _load_shared(rows: Sequence[Any], max_pixels: int) -> None:
+    """Read the pixels of images that several inputs share: two threads at one image's file fail (Pillow 13)."""
+    from PIL import Image
+
+    counts = Counter(id(row) for row in rows if isinstance(row, Image.Image))
+    for image in {id(row): row for row in rows if counts[id(row)] > 1}.values():
+        if image.width * image.height <= max_pixels:
+            with suppress(Exception):  # its rows will say why
+                image.load()
+
+
+def _short(value: Any) -> str:
+    return f"{len(value)} bytes" if isinstance(value, (bytes, bytearray, memoryview)) else repr(value)
+
+
+def _cpus() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
