@@ -17,10 +17,18 @@ TESTS = os.path.dirname(os.path.abspath(__file__))
 
 # Imported by every Python process of the executors at start-up.
 SITE = """
+import os
 import torch
+import gpuml.worker.cache as cache
 import gpuml.worker.device as device
 device.uuids = lambda: ("GPU-aaaa", "GPU-bbbb", "GPU-cccc", "GPU-dddd")
 device.place = lambda index: torch.device("cpu")
+load = cache.load
+def counted(*arguments):
+    with open(os.path.join(os.path.dirname(__file__), f"loads-{os.getpid()}"), "a") as file:
+        file.write("load\\n")
+    return load(*arguments)
+cache.load = counted
 """
 
 JOB = """
@@ -99,7 +107,11 @@ def test_every_row_reports_the_address_that_spark_gave_its_task(tmp_path):
         assert len(addresses) == 1
         assert device == f"cuda:{addresses[0]} (address {addresses[0]})"
     assert {row[1] for row in rows} == {"cuda:0 (address 0)", "cuda:1 (address 1)"}
-    assert len(by_worker(rows)) < 16  # fewer worker processes than tasks: they were reused
+    # 8 tasks ran twice, in fewer worker processes: reused, and the second transform loaded nothing.
+    loads = [len(file.read_text().splitlines()) for file in (tmp_path / "site").glob("loads-*")]
+    assert 1 <= len(loads) < 8
+    assert set(loads) == {1}
+    assert len(by_worker(rows)) < 16
 
 
 def test_two_tasks_share_one_gpu(tmp_path):

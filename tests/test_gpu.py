@@ -1,0 +1,132 @@
+"""On a CUDA device: the same answers as on the CPU, and what the memory does. Needs neither Java nor PySpark.
+
+Not part of `make test`; examples/benchmarks/gpu_check.sh runs it.
+"""
+
+import numpy as np
+import pytest
+import torch
+from conftest import PLAIN, encoded
+from torch import nn
+
+from gpuml import Preprocess, save_model
+from gpuml.spec import Spec
+from gpuml.worker import cache, device
+from gpuml.worker.runner import Runner
+from gpuml.worker.serve import serve
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+class Convolutions(nn.Module):
+    """Convolution, batch norm, a constant of its own, a view and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Conv2d(3, 16, 3, 2), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, 2))
+        self.head = nn.Linear(32 * 4, 10)
+
+    def forward(self, x):
+        pooled = nn.functional.adaptive_avg_pool2d(self.layers(x), 2).flatten(1)
+        return self.head(pooled) + torch.arange(10, dtype=torch.float32, device=x.device) * torch.tensor(0.1)
+
+
+@pytest.fixture
+def model(tmp_path):
+    save_model(Convolutions(), tmp_path / "net.pt2", preprocess=PLAIN)
+    return tmp_path / "net.pt2"
+
+
+def run(model, where, rows, *, batch=8, dtype="float32"):
+    network = cache.network(f"{model}", where, dtype, lambda: model)
+    return Runner(network, Spec("0" * 64, batch_size=batch, dtype=dtype), threads=4).run(rows)
+
+
+def test_scores_equal_those_of_the_cpu_in_order_with_bad_rows_among_them(model):
+    rows = [b"broken" if i % 7 == 3 else encoded(i) for i in range(150)]
+    on_cpu = run(model, CPU, rows)
+    for batch in (1, 8, 64):
+        on_gpu = run(model, CUDA, rows, batch=batch)
+        assert on_gpu.good == on_cpu.good
+        assert on_gpu.reasons == on_cpu.reasons
+        np.testing.assert_allclose(on_gpu.outputs, on_cpu.outputs, atol=2e-3)  # TF32 convolutions
+
+
+def test_many_runs_give_the_same_bits(model):
+    """A staging slot that is overwritten before its copy has left would show here."""
+    rows = [encoded(i) for i in range(256)]
+    first = run(model, CUDA, rows, batch=16).outputs
+    for _ in range(20):
+        np.testing.assert_array_equal(run(model, CUDA, rows, batch=16).outputs, first)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_autocast_gives_float32_near_the_cpus(model, dtype):
+    rows = [encoded(i) for i in range(32)]
+    got = run(model, CUDA, rows, dtype=dtype).outputs
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, run(model, CPU, rows).outputs, atol=0.05)
+
+
+def test_memory_that_runs_out_halves_the_batch_and_loses_no_row(tmp_path):
+    class Hungry(nn.Module):
+        """64 MiB of activations per row."""
+
+        def forward(self, x):
+            wide = x.mean((2, 3)).repeat(1, 1 << 22)
+            return wide[:, :3] * 2
+
+    save_model(Hungry(), tmp_path / "hungry.pt2", preprocess=PLAIN)
+    rows = [encoded(i) for i in range(40)]
+    network = cache.network("hungry", CUDA, "float32", lambda: tmp_path / "hungry.pt2")
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (1 << 30) / total), 0)
+    try:
+        scores = Runner(network, Spec("0" * 64, batch_size=40), threads=4).run(rows)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    assert network.batch_limit is not None
+    assert network.batch_limit < 40
+    np.testing.assert_allclose(scores.outputs, run(tmp_path / "hungry.pt2", CPU, rows).outputs, atol=1e-5)
+
+
+def test_dropping_a_network_gives_its_memory_back(tmp_path):
+    class Large(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((1 << 24,), float(seed)))  # 64 MiB
+
+        def forward(self, x):
+            return x.mean((2, 3)) + self.weight[:3]
+
+    cache._networks.clear()
+    for seed in range(cache.CAPACITY + 2):
+        path = tmp_path / f"{seed}.pt2"
+        save_model(Large(seed), path, preprocess=PLAIN)
+        cache.network(f"large{seed}", CUDA, "float32", lambda path=path: path)
+        cache.freeze()
+    assert torch.cuda.memory_allocated(0) < (cache.CAPACITY + 1) * (64 << 20)
+    cache._networks.clear()
+
+
+def test_a_task_binds_to_its_address_and_leaves_the_other_cards_alone(model):
+    last = torch.cuda.device_count() - 1
+    spec = Spec("0" * 64, device="cuda", outputs=("device", "error", "prediction"))
+    made = serve([encoded(i) for i in range(4)], spec, device.Task((str(last),), 4, 0), lambda: model)
+    assert made["device"] == [f"cuda:{last} (address {last})"] * 4
+    assert made["error"] == [None] * 4
+
+
+def test_a_zoo_network_runs_as_it_does_on_the_cpu(tmp_path):
+    from torchvision.models import mobilenet_v3_small
+
+    torch.manual_seed(0)
+    save_model(mobilenet_v3_small(), tmp_path / "zoo.pt2", preprocess=Preprocess())
+    rows = [encoded(i, width=300, height=260) for i in range(16)]
+    got, wanted = (run(tmp_path / "zoo.pt2", where, rows).outputs for where in (CUDA, CPU))
+    np.testing.assert_allclose(got, wanted, atol=5e-3 * np.abs(wanted).max())
