@@ -48,6 +48,10 @@ with pytest.raises(Exception, match="null_input"):
 with pytest.raises(ParamError, match="setPredictionCol"):
     stage.transform(stage.transform(frame))
 
+stream = spark.readStream.format("rate").load().select(F.lit(b"").alias("content"))
+with pytest.raises(ParamError, match="foreachBatch"):
+    stage.transform(stream)
+
 stage.write().overwrite().save(folder + "/stage")
 stage.write().overwrite().save(folder + "/stage")
 loaded = ImageClassifier.load(folder + "/stage")

@@ -17,7 +17,8 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import LogisticRegression
 from pyspark.ml.feature import SQLTransformer
 
-from gpuml import ImageClassifier, ModelError, ModelFileError, Preprocess, save_model
+from gpuml import ImageClassifier, ModelError, ModelFileError, ParamError, Preprocess, save_model
+from gpuml.models import store
 
 LABELS = ["ant", "bee", "cat", "dog"]
 
@@ -299,3 +300,34 @@ def test_skip_lets_a_broken_file_stand_before_a_learner_and_an_evaluator(spark, 
         loss = MulticlassClassificationEvaluator(metricName="logLoss").evaluate(scored)
         wanted = np.mean([-np.log(row.probability[int(row.label)]) for row in scored.collect()])
         assert loss == pytest.approx(wanted, rel=1e-6)
+
+
+def test_an_unsafe_model_in_a_saved_stage_is_refused_at_load(spark, tmp_path, own_cache):
+    """The hash of what was planted is right: whoever changes the chunks can change it too."""
+    planted = tmp_path / "planted.pt2"
+    torch.save(torch.nn.Linear(1, 1), planted)  # a pickle
+    stage = ImageClassifier()
+    stage._held = store.add_copy(planted)
+    stage.set(stage.model, f"sha256:{stage._held}")
+    stage._held = store.hash_of(planted)
+    stage.save(str(tmp_path / "s"))
+    shutil.rmtree(own_cache)
+    with pytest.raises(ModelFileError, match="save_model"):
+        ImageClassifier.load(str(tmp_path / "s"))
+    assert not list((own_cache / "models").glob("gpuml-*"))
+
+
+def test_loading_another_class_says_which(spark, tmp_path):
+    SQLTransformer(statement="SELECT * FROM __THIS__").save(str(tmp_path / "s"))
+    with pytest.raises(
+        ModelFileError, match=r"holds a \S+SQLTransformer.*SQLTransformer.load"
+    ):
+        ImageClassifier.load(str(tmp_path / "s"))
+
+
+def test_none_is_no_text_and_an_unknown_param_is_named():
+    with pytest.raises(TypeError, match="errorCol"):
+        ImageClassifier().setErrorCol(None)
+    assert ImageClassifier.from_module(Pooled(), preprocess=PLAIN, deviceCol=None).getDeviceCol() == ""
+    with pytest.raises(ParamError, match="no Param batchsize"):
+        ImageClassifier.from_module(Pooled(), preprocess=PLAIN, batchsize=3)

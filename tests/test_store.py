@@ -149,3 +149,11 @@ def test_processes_that_add_the_same_at_once_leave_one_whole_file(cache):
     assert [path.name for path in (cache / "models").iterdir()] == [store.file_name(sha256)]
     assert store.hash_of(store.path_of(sha256)) == sha256
     assert len(list((cache / "index").iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable_to_set(tmp_path, monkeypatch):
+    """As in a container whose user has no home folder."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GPUML_HOME", str(tmp_path / "file" / "below"))
+    with pytest.raises(ModelError, match="GPUML_HOME"), store.incoming():
+        pass

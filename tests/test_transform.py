@@ -312,6 +312,28 @@ def test_partition_folders_keep_their_label_column(spark, tmp_path):
     assert sorted((row.label, row.error) for row in out.collect()) == [("cat", None), ("dog", None)]
 
 
+@pytest.mark.parametrize("invalid", ["keep", "skip", "error"])
+def test_a_stream_of_files_is_classified_as_a_batch_is(spark, tmp_path, invalid):
+    for i in range(3):
+        (tmp_path / "in" / f"{i}.png").parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{i}.png").write_bytes(encoded(i))
+    files = spark.read.format("binaryFile").load(str(tmp_path / "in"))
+    stream = spark.readStream.format("binaryFile").schema(files.schema).load(str(tmp_path / "in"))
+    stage = classifier(handleInvalid=invalid)
+    query = (
+        stage.transform(stream.select("path", "content"))
+        .drop("content", "probability")
+        .writeStream.format("parquet")
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start(str(tmp_path / "out"))
+    )
+    query.awaitTermination(120)
+    got = spark.read.parquet(str(tmp_path / "out")).orderBy("path").collect()
+    assert got == stage.transform(files.select("path", "content")).select(got[0].__fields__).orderBy("path").collect()
+    assert len(got) == 3
+
+
 # --- Params -------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ import tempfile
 import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from PIL import Image
 from pyspark.ml.functions import predict_batch_udf
@@ -78,13 +80,21 @@ def peer(content):
 
 def main(images=1600, rounds=5):
     os.environ["PYSPARK_PYTHON"] = sys.executable
-    spark = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false").getOrCreate()
+    conf = {
+        "spark.driver.memory": "4g",
+        # 4,096 rows by default: 450 MB of JPEGs at a time, more than a small heap holds.
+        "spark.sql.parquet.columnarReaderBatchSize": "128",
+        "spark.ui.enabled": "false",
+    }
+    spark = SparkSession.builder.master("local[2]").config(map=conf).getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     with tempfile.TemporaryDirectory() as folder:
         photos = [photo(seed) for seed in range(64)]
-        rows = [(i, photos[i % len(photos)]) for i in range(images)]
-        spark.createDataFrame(rows, "id int, content binary").repartition(8).write.parquet(f"{folder}/photos")
-        frame = spark.read.parquet(f"{folder}/photos")
+        for part in range(8):
+            numbers = range(part, images, 8)
+            table = pa.table({"id": list(numbers), "content": [photos[i % len(photos)] for i in numbers]})
+            pq.write_table(table, f"{folder}/part-{part}.parquet")
+        frame = spark.read.parquet(folder)
         stage = ImageClassifier.from_module(Pooled(), preprocess=Preprocess(), errorCol="")
         ours = stage.transform(frame).select("id", "prediction", "probability")
         theirs = frame.select("id", peer(F.col("content")).alias("out")).select("id", "out.*")

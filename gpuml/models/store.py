@@ -61,9 +61,16 @@ def holds(sha256: str) -> bool:
 def incoming() -> Iterator[Path]:
     """A path inside the cache to write a new model file to; `add` it before leaving the block."""
     models = home() / "models"
-    models.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=models, prefix=".incoming-") as folder:
-        yield Path(folder) / "model.pt2"
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=models, prefix=".incoming-")
+    except OSError as error:
+        raise ModelError(
+            f"the cache folder {home()} cannot be written ({error.strerror or error}); set the environment variable "
+            f"GPUML_HOME to a folder of the driver that can"
+        ) from error
+    with folder as name:
+        yield Path(name) / "model.pt2"
 
 
 def add(path: Path) -> str:

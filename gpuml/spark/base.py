@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml import Transformer
 from pyspark.ml.param import Param
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, is_remote
 from pyspark.sql import functions as F
 
 from gpuml.errors import ParamError, RowError
@@ -71,7 +71,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             save_model(net, path, preprocess=preprocess, labels=labels, activation=activation)
             sha256 = store.add(path)
         stage = cls()
-        stage._set(**params, model=f"sha256:{sha256}")
+        stage.setParams(**params, model=f"sha256:{sha256}")
         stage._held = sha256
         return stage
 
@@ -88,6 +88,13 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             preprocess = Preprocess.from_json(self.getPreprocess()) if self.getPreprocess() else None
             self._held = resolve(self.getModel(), self.getWeights(), self.getLabels(), preprocess)
         return self._held
+
+    def setParams(self, **params: Any) -> Self:
+        """Set several Params by name; None leaves one as it is."""
+        unknown = [name for name in params if not self.hasParam(name)]
+        if unknown:
+            raise ParamError(f"{type(self).__name__} has no Param {', '.join(unknown)}; see explainParams()")
+        return self._set(**{name: value for name, value in params.items() if value is not None})
 
     def _set(self, **kwargs: Any) -> Self:
         super()._set(**kwargs)
@@ -116,6 +123,12 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
     # --- ways out -------------------------------------------------------------------------------------------------
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
+        if dataset.isStreaming and is_remote():
+            raise ParamError(
+                f"{self.uid}: over Spark Connect a streaming query cannot find the model file that a transform sends. "
+                f"Transform each batch instead: stream.writeStream.foreachBatch(lambda batch, number: "
+                f"stage.transform(batch).write...)"
+            )
         outputs = self._output_columns()
         source = columns.input_column(dataset, self.inputCol.name, self.getInputCol())
         columns.check_outputs(dataset, {name: column for name, (column, _) in outputs.items()})

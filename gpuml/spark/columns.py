@@ -143,12 +143,10 @@ def row_name(dataset: DataFrame, source: Input) -> Column:
 
     For the select that holds the UDF: in a branch that only failed rows take, the row would count those alone.
     """
-    place = F.concat(
-        F.lit("partition "),
-        F.spark_partition_id().cast("string"),
-        F.lit(" row "),
-        F.monotonically_increasing_id().bitwiseAND((1 << 33) - 1).cast("string"),
-    )
+    place = F.concat(F.lit("partition "), F.spark_partition_id().cast("string"))
+    if not dataset.isStreaming:  # which has no row numbers
+        number = F.monotonically_increasing_id().bitwiseAND((1 << 33) - 1)
+        place = F.concat(place, F.lit(" row "), number.cast("string"))
     paths = _fields(dataset, "path")
     if len(paths) == 1 and isinstance(paths[0].dataType, StringType):
         return F.coalesce(_column(dataset, paths[0]), place)

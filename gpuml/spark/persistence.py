@@ -79,6 +79,10 @@ class StageReader(MLReader[Any]):
             The model's chunks are missing, damaged, or not safe to open.
         """
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        wanted = f"{self.cls.__module__}.{self.cls.__name__}"
+        if metadata["class"] != wanted:
+            name = metadata["class"]
+            raise ModelFileError(f"{path} holds a {name}, not a {wanted}; load it with {name.rpartition('.')[2]}.load")
         stage = self.cls()
         stage._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(stage, metadata)
@@ -94,6 +98,8 @@ class StageReader(MLReader[Any]):
 
 def _read_chunks(spark: SparkSession, path: str, sha256: str, chunks: int) -> None:
     """Chunks of a saved model file -> the cache, a few at a time; the content must have the hash that was saved."""
+    from gpuml.models.file import read_card
+
     frame = spark.read.schema(CHUNK_SCHEMA).parquet(path)
     with store.incoming() as file:
         with file.open("wb") as out:
@@ -106,4 +112,5 @@ def _read_chunks(spark: SparkSession, path: str, sha256: str, chunks: int) -> No
                     out.write(row.data)
         if store.hash_of(file) != sha256:
             raise ModelFileError(f"{path} does not hold the model that was saved (sha256 differs); save it again")
+        read_card(file)  # a file that is not safe is refused here, not on a worker
         store.add(file)

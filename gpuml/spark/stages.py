@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyspark import keyword_only
 from pyspark.ml.param.shared import HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
 
-from gpuml.errors import ParamError
 from gpuml.spark import columns
 from gpuml.spark.base import ModelStage
 from gpuml.spark.params import at_least, param
@@ -94,13 +93,6 @@ class ImageClassifier(ModelStage, HasPredictionCol, HasProbabilityCol, HasRawPre
             topK=5,
         )
         self.setParams(**self._input_kwargs)  # type: ignore[attr-defined]  # set by keyword_only
-
-    def setParams(self, **params: Any) -> Self:
-        """Set several Params by name; None leaves one as it is."""
-        unknown = [name for name in params if not self.hasParam(name)]
-        if unknown:
-            raise ParamError(f"{type(self).__name__} has no Param {', '.join(unknown)}; see explainParams()")
-        return self._set(**{name: value for name, value in params.items() if value is not None})
 
     def setPredictionCol(self, value: str) -> Self:
         """Set `predictionCol`."""
