@@ -97,6 +97,9 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         return self._set(**{name: value for name, value in params.items() if value is not None})
 
     def _set(self, **kwargs: Any) -> Self:
+        for name, value in kwargs.items():
+            if value is None:  # Spark would take it as it is, past the Param's converter
+                raise ParamError(f"{name}=None: give a value, or clear(stage.{name}) for the default")
         super()._set(**kwargs)
         self._forget_model(kwargs)
         return self

@@ -47,7 +47,7 @@ def _preprocess_json(value: Any) -> str:
     """A Preprocess, or its JSON text, checked; "" is the model's own."""
     if isinstance(value, Preprocess):
         return value.to_json()
-    text = _text(value)
+    text = TypeConverters.toString(value)
     if text:
         try:
             Preprocess.from_json(text)
@@ -56,14 +56,7 @@ def _preprocess_json(value: Any) -> str:
     return text
 
 
-def _text(value: Any) -> str:
-    """Spark's own converter takes None and gives the text "None"."""
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a text")
-    return value
-
-
-def param(name: str, doc: str, converter: Callable[[Any], Any] = _text) -> Param[Any]:
+def param(name: str, doc: str, converter: Callable[[Any], Any] = TypeConverters.toString) -> Param[Any]:
     return Param(Params._dummy(), name, doc, converter)
 
 
