@@ -46,7 +46,7 @@ ROW_ERROR_KINDS = (
     "unsupported",  # an image in a format, or with pixels, that gpuml does not read
     "truncated",  # the file ends too early
     "corrupt",  # the file is damaged
-    "too_large",  # more pixels than maxPixels
+    "too_large",  # more pixels than maxPixels, or than memory or the decoder takes
     "bad_struct",  # an image struct whose lengths or mode do not fit
     "io",  # predict() could not read the path
     "bad_value",  # the image was read, but the model gave NaN for it

@@ -15,6 +15,11 @@ from gpuml import Preprocess
 # Spark's workers would use `python3` otherwise, which need not be this environment's.
 os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
 
+TESTS = os.path.dirname(os.path.abspath(__file__))
+
+#: For processes that a test starts: what this one was given, and this folder.
+PYTHONPATH = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
+
 #: Pixels as they are, scaled to 0..1: a network's output can be worked out by hand.
 PLAIN = Preprocess(resize=(32, 32), crop=None, mean=(0, 0, 0), std=(1, 1, 1))
 

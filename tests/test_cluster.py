@@ -12,8 +12,7 @@ import textwrap
 from collections import defaultdict
 
 import pytest
-
-TESTS = os.path.dirname(os.path.abspath(__file__))
+from conftest import PYTHONPATH
 
 # Imported by every Python process of the executors at start-up.
 SITE = """
@@ -73,12 +72,12 @@ def run_job(tmp_path, master, **conf):
     script.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["0", "1"]}'\n""")
     script.chmod(0o755)
     settings = {
-        "spark.executorEnv.PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), TESTS, os.path.dirname(TESTS)]),
+        "spark.executorEnv.PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), PYTHONPATH]),
         "spark.worker.resource.gpu.amount": 2,
         "spark.worker.resource.gpu.discoveryScript": str(script),
         **conf,
     }
-    env = dict(os.environ, PYTHONPATH=TESTS, PYSPARK_PYTHON=sys.executable)
+    env = dict(os.environ, PYTHONPATH=PYTHONPATH, PYSPARK_PYTHON=sys.executable)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(JOB), master, *(f"{key}={value}" for key, value in settings.items())],
         env=env, capture_output=True, text=True, timeout=180, cwd=tmp_path,

@@ -6,8 +6,7 @@ import sys
 import textwrap
 
 import pytest
-
-TESTS = os.path.dirname(os.path.abspath(__file__))
+from conftest import PYTHONPATH
 
 PRELUDE = """
 import sys
@@ -76,7 +75,7 @@ spark.stop()
 
 
 def run(script, *args, timeout=300, **env):
-    env = {**os.environ, "PYTHONPATH": TESTS, "PYSPARK_PYTHON": sys.executable, **env}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYSPARK_PYTHON": sys.executable, **env}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
         env=env, capture_output=True, text=True, timeout=timeout, cwd=args[0],

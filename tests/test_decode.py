@@ -368,9 +368,8 @@ def bombs():
     yield "tiff", tiff_of({256: 13000, 257: 13000, 258: 8, 259: 1, 262: 1, 273: 8, 277: 1, 278: 13000, 279: 9})
     yield "tiff tile", tiff_of({256: 8, 257: 8, 258: 8, 259: 8, 262: 1, 277: 1, 322: 13008, 323: 13008, 324: 8, 325: 9})
     if features.check("avif"):
-        data = encoded(Image.new("RGB", (8, 8)), "AVIF")
-        at = data.index(b"ispe") + 8
-        yield "avif", data[:at] + struct.pack(">II", 13000, 13000) + data[at + 8 :]
+        yield "avif", avif_of(13000, 13000)
+        yield "avif over libavif's own limit", avif_of(20000, 20000)
 
 
 def png_header(width, height):
@@ -378,17 +377,25 @@ def png_header(width, height):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", ihdr(width, height, 8, 2)) + chunk(b"IDAT", coded) + chunk(b"IEND")
 
 
+def avif_of(width, height):
+    data = encoded(Image.new("RGB", (8, 8)), "AVIF")
+    at = data.index(b"ispe") + 8
+    return data[:at] + struct.pack(">II", width, height) + data[at + 8 :]
+
+
 def tiff_of(tags):
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted(tags.items()))
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(64)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a process's peak memory from Linux's /proc")
 def test_size_is_refused_from_the_header_before_any_allocation():
     code = (
-        "import json, resource, sys\n"
+        "import json, pathlib, sys\n"
         "from gpuml.errors import RowError\n"
         "from gpuml.worker.decode import decode\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        # Not ru_maxrss, which on Linux starts at the peak of the process that started this one: pytest's.
+        "peak = lambda: int(pathlib.Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])\n"
         "for name, data in json.load(sys.stdin).items():\n"
         "    before = peak()\n"
         "    try:\n"
@@ -418,9 +425,32 @@ def test_pillows_own_pixel_limit_plays_no_part(monkeypatch):
     frame_over_screen = bytearray(encoded(Image.fromarray(picture), "GIF"))
     frame_over_screen[6:10] = struct.pack("<HH", 1, 1)
     image = Image.fromarray(picture)
-    for data in (jpeg(picture), png(picture), tiff([picture]), encoded(image, "TIFF", compression="tiff_lzw"),
-                 encoded(image, "BMP"), bytes(frame_over_screen)):  # fmt: skip
-        assert read(data).shape == (3, 32, 48)
+    files = [jpeg(picture), png(picture), tiff([picture]), encoded(image, "TIFF", compression="tiff_lzw"),
+             encoded(image, "BMP"), encoded(image, "GIF"), bytes(frame_over_screen)]  # fmt: skip
+    if features.check("webp"):  # one for each way in which a WebP file says its size: VP8, VP8L and VP8X
+        files += [encoded(image, "WEBP"), encoded(image, "WEBP", lossless=True), encoded(image, "WEBP", exif=exif(1))]
+    if features.check("avif"):
+        files += [encoded(image, "AVIF")]
+    for data in files:
+        assert read(data).shape == (3, 32, 48), data[:16]
+
+
+def test_image_that_pillow_itself_finds_too_large_is_told_whose_limit_it_is(monkeypatch):
+    tiled = tiff_of({256: 8, 257: 8, 258: 8, 259: 1, 262: 1, 277: 1, 322: 16, 323: 16, 324: 8, 325: 256}) + bytes(256)
+    opened = Image.open(io.BytesIO(tiled))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(RowError, match=r"too_large: .*PIL\.Image\.MAX_IMAGE_PIXELS.* exceeds limit of 20 pixels"):
+        decode_pil(opened, max_pixels=64, alpha="white")
+    assert read(tiled, max_pixels=256).shape == (3, 8, 8)
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no avif")
+def test_avif_larger_than_libavif_opens_is_too_large_whatever_max_pixels_is():
+    for width, height in ((16385, 16384), (32769, 10), (10, 32769)):
+        with pytest.raises(RowError, match=f"too_large: AVIF of {width}x{height} .* 268435456 pixels or 32768 a side"):
+            read(avif_of(width, height), max_pixels=10**9)
+    assert kind_of(read, avif_of(16384, 16384)[:-20], max_pixels=10**9) == "truncated"
+    assert kind_of(read, avif_of(0, 10), max_pixels=10**9) == "corrupt"
 
 
 def test_progressive_jpeg_of_very_many_scans_is_corrupt():

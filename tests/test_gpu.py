@@ -64,6 +64,37 @@ def test_many_runs_give_the_same_bits(model):
         np.testing.assert_array_equal(run(model, CUDA, rows, batch=16).outputs, first)
 
 
+def test_a_view_after_a_convolution_is_served_in_contiguous_memory(tmp_path):
+    class Flat(Convolutions):
+        def forward(self, x):
+            return self.layers(x).view(x.shape[0], -1)[:, :10]
+
+    save_model(Flat(), tmp_path / "flat.pt2", preprocess=PLAIN)
+    rows = [encoded(i) for i in range(20)]
+    got, wanted = (run(tmp_path / "flat.pt2", where, rows).outputs for where in (CUDA, CPU))
+    assert cache.network(f"{tmp_path / 'flat.pt2'}", CUDA, "float32", None).card.memory_format == "contiguous"
+    np.testing.assert_allclose(got, wanted, atol=2e-3)  # TF32 convolutions
+
+
+def test_a_region_without_autocast_stays_in_float32(tmp_path):
+    """Its export on the CPU names the CPU: on the GPU that would switch nothing off."""
+
+    class Precise(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.head = nn.Linear(3, 10)
+
+        def forward(self, x):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.head(x.float().mean((2, 3)))
+
+    save_model(Precise(), tmp_path / "precise.pt2", preprocess=PLAIN)
+    rows = [encoded(i) for i in range(20)]
+    got = run(tmp_path / "precise.pt2", CUDA, rows, dtype="bfloat16").outputs
+    np.testing.assert_allclose(got, run(tmp_path / "precise.pt2", CPU, rows).outputs, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_autocast_gives_float32_near_the_cpus(model, dtype):
     rows = [encoded(i) for i in range(32)]

@@ -11,15 +11,20 @@ import warnings
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import PLAIN, Pooled
+from conftest import PLAIN, Pooled, encoded
 from torch import nn
 
 import gpuml
 from gpuml import ModelError, ModelFileError, Preprocess, save_model
-from gpuml.models.file import CARD, FORMAT, Card, load, read_card, rewrite
+from gpuml.models.file import CARD, FORMAT, Card, _open, load, read_card, rewrite
+from gpuml.spec import Spec
+from gpuml.worker.cache import Network
+from gpuml.worker.preprocess import normalise, resize_crop
+from gpuml.worker.runner import Runner, read
 
 CPU = torch.device("cpu")
 CARD_VALUES = json.loads(Card(PLAIN, 4).to_json())
@@ -232,13 +237,144 @@ def test_hooks_of_a_network_are_part_of_what_it_does(tmp_path):
 
 def test_activation_width_and_versions_are_on_the_card(tmp_path):
     save_model(Pooled(1), tmp_path / "net.pt2", preprocess=PLAIN, labels=["cat"], activation="sigmoid")
-    expected = Card(PLAIN, 1, ("cat",), "sigmoid", gpuml.__version__, torch.__version__, FORMAT)
+    expected = Card(PLAIN, 1, ("cat",), "sigmoid", "channels_last", gpuml.__version__, torch.__version__, FORMAT)
     assert read_card(tmp_path / "net.pt2") == expected
 
 
 def test_labels_may_repeat_as_those_of_imagenet_do(tmp_path):
     save_model(Pooled(2), tmp_path / "net.pt2", preprocess=PLAIN, labels=["crane", "crane"])
     assert read_card(tmp_path / "net.pt2").labels == ("crane", "crane")
+
+
+# --- memory formats -----------------------------------------------------------------------------------------------
+
+
+class LeNet(nn.Module):
+    """Convolutions, then a view, which copies nothing and so takes one memory format alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution, self.linear = nn.Conv2d(3, 6, 5, stride=4), nn.Linear(6 * 7 * 7, 4)
+
+    def forward(self, x):
+        return self.linear(self.convolution(x).relu().view(x.size(0), -1))
+
+
+class ViewOfWeight(nn.Module):
+    """Centres its kernels through a view of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 3, 3, 3))
+
+    def forward(self, x):
+        weight = self.weight - self.weight.view(4, -1).mean(1).view(4, 1, 1, 1)
+        return nn.functional.conv2d(x, weight).mean((2, 3))
+
+
+VIEWS = {
+    "view after a convolution": LeNet,
+    "view of the input": lambda: Function(lambda x: x.view(x.size(0), -1)[:, :4], pixels=True),
+    "strides of the input": lambda: Function(lambda x: torch.as_strided(x, (x.size(0), 4), (3072, 1)) * 1, pixels=True),
+    "view of a weight": ViewOfWeight,
+}
+
+
+@pytest.mark.parametrize("make", [lambda net: net, lambda net: trace(net.eval())], ids=["export", "trace"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_networks_that_take_contiguous_memory_alone_are_served_in_it(tmp_path, name, make):
+    net = VIEWS[name]().eval()
+    save_model(make(net), tmp_path / "net.pt2", preprocess=PLAIN)
+    forward, card = load(tmp_path / "net.pt2", CPU)
+    assert card.memory_format == "contiguous"
+    rows, spec = [encoded(i) for i in range(5)], Spec("0" * 64, batch_size=2)
+    runner = Runner(Network(forward, card, CPU, "float32"), spec, threads=1)
+    inputs = torch.stack([resize_crop(read(row, spec), PLAIN) for row in rows])
+    with torch.inference_mode():
+        expected = net(normalise(inputs, PLAIN).contiguous()).numpy()
+    np.testing.assert_allclose(runner.run(rows).outputs, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [Trained, lambda: script(Trained()), lambda: NETWORKS["swin transformer"]()])
+def test_other_networks_are_served_in_channels_last_memory(tmp_path, make):
+    save_model(make(), tmp_path / "net.pt2", preprocess=Preprocess(resize=64, crop=64))
+    assert load(tmp_path / "net.pt2", CPU)[1].memory_format == "channels_last"
+
+
+def test_weights_in_the_file_are_contiguous_and_those_that_serve_channels_last(tmp_path):
+    forward = saved_and_loaded(NETWORKS["squeezenet1_1"](), tmp_path / "net.pt2", Preprocess(resize=64, crop=64))
+    with zipfile.ZipFile(tmp_path / "net.pt2") as archive:
+        config = json.loads(archive.read("model/data/weights/model_weights_config.json"))["config"]
+    strides = [stride["as_int"] for stride in config["features.0.weight"]["tensor_meta"]["strides"]]
+    assert strides == [27, 9, 3, 1]
+    assert dict(forward.named_parameters())["features.0.weight"].stride() == (27, 1, 9, 3)
+
+
+def test_weights_of_five_dimensions_are_served(tmp_path):
+    class Anchors(Pooled):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("grid", torch.rand(1, 1, 1, 1, 4))
+
+        def forward(self, x):
+            return super().forward(x) * self.grid[0, 0, 0]
+
+    assert_does_the_same(Anchors(), tmp_path / "net.pt2")
+
+
+def test_a_file_is_loaded_inside_inference_mode(tmp_path):
+    save_model(Trained(), tmp_path / "net.pt2", preprocess=PLAIN)
+    with torch.inference_mode():
+        torch.testing.assert_close(load(tmp_path / "net.pt2", CPU)[0](pixels(2)), Trained().eval()(pixels(2)))
+
+
+def test_a_rewritten_file_is_checked_at_its_new_size(tmp_path):
+    """A map of one pixel lies in memory in one way, of four in two."""
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 4, 16, stride=16)
+
+        def forward(self, x):
+            return self.convolution(x).view(x.shape[0], -1)[:, :4]
+
+    save_model(trace(Last().eval()), tmp_path / "a", preprocess=Preprocess(resize=16, crop=16))
+    assert read_card(tmp_path / "a").memory_format == "channels_last"
+    rewrite(tmp_path / "a", tmp_path / "b", Card(PLAIN, 4))
+    assert read_card(tmp_path / "b").memory_format == "contiguous"
+
+
+# --- autocast regions ---------------------------------------------------------------------------------------------
+
+
+class Precise(nn.Module):
+    """Switches autocast off where half precision would not do, in a region within another."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = x.mean((2, 3))
+            with torch.autocast(x.device.type, enabled=False):
+                return self.linear(x.float())
+
+
+def test_autocast_regions_go_to_the_device_of_the_network(tmp_path):
+    save_model(Precise(), tmp_path / "net.pt2", preprocess=PLAIN)
+    regions = {"cpu": [], "meta": []}
+    for device, found in regions.items():
+        for part in _open(tmp_path / "net.pt2", torch.device(device)).module().modules():
+            for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+                if node.target is torch.ops.higher_order.wrap_with_autocast:
+                    found.append(node.args[0])
+                    assert f"wrap_with_autocast('{device}'" in part.code
+    assert regions == {"cpu": ["cpu"], "meta": ["meta"]}
 
 
 # --- the caller's network and settings stay as they are -----------------------------------------------------------
@@ -453,6 +589,16 @@ def test_a_module_that_cannot_be_copied_is_refused_with_a_way_out(tmp_path):
     assert "no_grad" in refusal(net, tmp_path / "net.pt2")
 
 
+def test_a_network_that_fills_its_gpu_is_sent_to_the_cpu_first(tmp_path):
+    class Full(Pooled):
+        def __deepcopy__(self, memo):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    message = refusal(Full(), tmp_path / "net.pt2")
+    assert "net.cpu()" in message
+    assert "no_grad" not in message
+
+
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
@@ -585,6 +731,8 @@ def test_a_card_of_a_newer_format_says_to_upgrade(tmp_path, pooled_file):
         {"preprocess": {"resize": -1}},
         {"preprocess": {"hue": 1}},
         {"hue": "blue"},
+        {"memory_format": "preserve"},
+        {"memory_format": None},
     ],
 )
 def test_damaged_cards_are_refused_naming_the_file(tmp_path, pooled_file, changes):

@@ -33,6 +33,9 @@ WEIGHTS = "data/weights/model_weights_config.json"
 CONSTANTS = "data/constants/model_constants_config.json"
 INPUTS = "data/sample_inputs/model.pt"
 
+#: The size of the batch, as torch.export writes it.
+BATCH = "Symbol('s77', positive=True, integer=True)"
+
 #: Members that torch's writer adds by itself.
 WRITTEN = {"version", "byteorder", ".data/version", ".data/serialization_id", ".format_version", ".storage_alignment"}
 
@@ -269,6 +272,22 @@ def symbolic_size(good: Path, path: Path, marker: Path) -> Path:
     return edited(good, path, MODEL, change)
 
 
+def long_symbolic_size(good: Path, path: Path, marker: Path) -> Path:
+    """10,000 characters of arithmetic, then an attribute chain: a check of a prefix sees the arithmetic alone."""
+    start = f"Add({BATCH}" + ", Integer(11)" * 761
+    size = f"{start}, Integer({'1' * (10_000 - len(start) - 12)}))"
+    assert len(size) == 10_000
+    chain = f".func.doit.__globals__['__builtins__']['__import__']('pathlib').Path('{marker}').touch()"
+
+    def change(value: Any) -> None:
+        for meta in graph(value)["tensor_values"].values():
+            for length in meta["sizes"]:
+                if "as_expr" in length:
+                    length["as_expr"]["expr_str"] = size + chain
+
+    return edited(good, path, MODEL, change)
+
+
 def name_of_input(good: Path, path: Path, marker: Path) -> Path:
     content = members(good)
     value = replace_text(json.loads(content[MODEL]), "x", f"x=[{code(marker)}][0]")
@@ -327,6 +346,18 @@ def module_of_enum(good: Path, path: Path, marker: Path) -> Path:
 
     def change(value: Any) -> None:
         context = json.dumps([{"__enum__": True, "fqn": "planted_enum:Colour", "name": "RED"}])
+        spec = {"type": "builtins.dict", "context": context, "children_spec": []}
+        signature(value)["out_spec"] = json.dumps([1, spec])
+
+    return edited(good, path, MODEL, change)
+
+
+def module_of_enum_below_a_name(good: Path, path: Path, marker: Path) -> Path:
+    """An object, where a list of names is usual: its own names are plain, what lies below them is not."""
+    (path.parent / "planted_below.py").write_text(code(marker))
+
+    def change(value: Any) -> None:
+        context = json.dumps({"a": {"__enum__": True, "fqn": "planted_below:Colour", "name": "RED"}})
         spec = {"type": "builtins.dict", "context": context, "children_spec": []}
         signature(value)["out_spec"] = json.dumps([1, spec])
 
@@ -392,6 +423,7 @@ DOORS = {
     file_operator: "aten::from_file, which opens files",
     file_operator_in_subgraph: "aten::from_file, which opens files",
     symbolic_size: "more than arithmetic",
+    long_symbolic_size: "symbolic size of 10",
     name_of_input: "as 'name', which is not plain",
     name_of_node: "as 'name', which is not plain",
     name_of_argument: "as 'name', which is not plain",
@@ -399,6 +431,7 @@ DOORS = {
     names_of_arguments: "as 'forward_arg_names', which is not plain",
     names_in_spec: "nest in 'builtins.dict'",
     module_of_enum: "nest in 'builtins.dict'",
+    module_of_enum_below_a_name: "nest in 'builtins.dict'",
     module_of_defaultdict: "nest in 'collections.defaultdict'",
     guards: "uses 'guards_code'",
     constant_input: "constant input",
@@ -438,9 +471,11 @@ def test_function_of_torch_found_by_attribute_changes_the_process_and_is_refused
         check_archive(hostile)
     try:
         use(hostile)
-        assert not torch.is_grad_enabled()
+        harmed = not torch.is_grad_enabled()
     finally:
         torch.set_grad_enabled(True)
+    if not harmed:
+        pytest.skip(f"torch {torch.__version__} closes this door itself")
 
 
 # TorchScript. Hostile code replaces what the network returns.
@@ -487,17 +522,30 @@ def test_hostile_torchscript_runs_its_payload_with_plain_torch_and_is_refused_he
         "return (input).resize_([100000])",
         'return getattr(input, "resize_")([100000])',
         'return getattr(input, "resiz\\145_")([100000])',
+        'return getattr(input, "resi" "ze_")([100000])',
     ],
 )
 def test_method_of_a_tensor_is_an_operator_to_plain_torch_and_refused_here(
     body: str, scripted: Path, tmp_path: Path
 ) -> None:
     hostile = with_code(scripted, tmp_path / "net.pt", body)
-    with pytest.raises(ModelFileError, match="aten::resize_, which works on unchecked memory"):
+    with pytest.raises(ModelFileError, match=r"aten::resize_, which works on unchecked memory|two strings in a row"):
         check_archive(hostile)
     with quiet():
         shown = torch.jit.load(hostile)(torch.zeros(2, 3, 8, 8))
     assert shown.numel() == 100000  # 384 of the input, then what lay in memory
+
+
+@pytest.mark.parametrize("alias", ["t = __torch__", "t = __torch__.torch", "t = __torch__.torch.classes"])
+def test_class_of_torch_by_another_name_is_made_by_plain_torch_and_refused_here(
+    alias: str, scripted: Path, tmp_path: Path
+) -> None:
+    path = "__torch__.torch.classes.profiling._ScriptProfile()".replace(alias.removeprefix("t = "), "t", 1)
+    hostile = with_code(scripted, tmp_path / "net.pt", f"{alias}\n    a = {path}\n    a.enable()\n    return input")
+    with pytest.raises(ModelFileError, match=r"passes on the names below __torch__|C\+\+ class of torch\.classes"):
+        check_archive(hostile)
+    with quiet():
+        assert torch.jit.load(hostile)(torch.zeros(2, 3, 8, 8)).shape == (2, 3, 8, 8)  # the profiler is on
 
 
 class RunsAtLoad(nn.Module):
@@ -565,6 +613,11 @@ def test_torchscript_tensor_of_negative_length_is_refused(scripted: Path, tmp_pa
         (
             b"c__torch__.torch.nn.modules.activation\nReLU\n",
             b"c__torch__.torch.classes.a\nReLU\n",
+            "unknown to TorchScript",
+        ),
+        (
+            b"c__torch__.torch.nn.modules.activation\nReLU\n",
+            b"c__torch__.torch\nclasses.a.ReLU\n",  # the same class, parted elsewhere
             "unknown to TorchScript",
         ),
         (b"ccollections\nOrderedDict\n", b"cbuiltins\neval\n", "builds builtins.eval"),
@@ -822,6 +875,44 @@ def test_sample_inputs_that_are_only_tensors_are_read(tmp_path: Path) -> None:
     assert check_archive(export(Net(), tmp_path / "net.pt2", inputs=True)) == "export"
 
 
+def test_sample_inputs_of_a_gpu_are_read_where_there_is_none(tmp_path: Path) -> None:
+    content = members(export(Net(), tmp_path / "cpu.pt2", inputs=True))
+    here, there = b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0"  # where a tensor's storage was
+    with zipfile.ZipFile(io.BytesIO(content[INPUTS])) as archive:
+        inputs = {name: archive.read(name).replace(here, there) for name in archive.namelist()}
+    assert any(there in data for data in inputs.values())
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in inputs.items():
+            archive.writestr(name, data)
+    assert check_archive(write(tmp_path / "gpu.pt2", {**content, INPUTS: buffer.getvalue()})) == "export"
+
+
+def test_input_of_two_kinds_is_refused(good: Path, tmp_path: Path) -> None:
+    """One reader may take it for an argument of a node, another for a constant."""
+
+    def change(value: Any) -> None:
+        graph(value)["inputs"][-1] |= {"as_string": "' or 1", "arg": None}
+
+    with pytest.raises(ModelFileError, match="constant input"):
+        check_archive(edited(good, tmp_path / "net.pt2", MODEL, change))
+
+
+@pytest.mark.parametrize("key", ["expr_str", "target", "in_spec", "out_spec"])
+def test_text_that_torch_parses_is_one_string(key: str, good: Path, tmp_path: Path) -> None:
+    """sympy evaluates the strings in lists and dicts too; that torch does not pass those on is its accident."""
+
+    def change(value: Any) -> None:
+        size = next(
+            size for meta in graph(value)["tensor_values"].values() for size in meta["sizes"] if "as_expr" in size
+        )
+        part = {"expr_str": size.get("as_expr"), "target": graph(value)["nodes"][0]}.get(key, signature(value))
+        part[key] = {"as_string": "1 + 1"}
+
+    with pytest.raises(ModelFileError, match=r"is damaged \(TypeError"):
+        check_archive(edited(good, tmp_path / "net.pt2", MODEL, change))
+
+
 def test_weight_of_a_shape_without_bytes_is_refused(good: Path, tmp_path: Path) -> None:
     """torch makes zeros of any size from an empty member: here 4 GB from nothing."""
     content = members(good)
@@ -831,9 +922,6 @@ def test_weight_of_a_shape_without_bytes_is_refused(good: Path, tmp_path: Path) 
     content |= {WEIGHTS: json.dumps(config).encode(), "data/weights/weight_99": b""}
     with pytest.raises(ModelFileError, match=r"'head\.bias' has a shape and no bytes"):
         check_archive(write(tmp_path / "net.pt2", content))
-
-
-BATCH = "Symbol('s77', positive=True, integer=True)"
 
 
 @pytest.mark.parametrize(

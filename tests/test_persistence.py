@@ -47,8 +47,8 @@ def model_path(tmp_path):
 
 
 def in_new_process(script, home, *args):
-    """Runs a script with its own cache; the modules of this folder are not on its path."""
-    env = dict(os.environ, GPUML_HOME=str(home), PYTHONPATH="")
+    """Runs a script with its own cache."""
+    env = dict(os.environ, GPUML_HOME=str(home))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
         env=env,

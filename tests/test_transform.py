@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from conftest import PLAIN, Pooled, Quadrants, encoded, picture
+from conftest import PLAIN, PYTHONPATH, Pooled, Quadrants, encoded, picture
 from plans import udf_nodes, udf_rows
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Row
@@ -379,7 +378,7 @@ def test_a_local_master_with_a_gpu_amount_is_warned_of(tmp_path):
             stage.transform(spark.createDataFrame([(encoded(),)], "content binary"))
         print([str(w.message) for w in seen if "spark.task.resource.gpu.amount" in str(w.message)])
     """)
-    env = dict(os.environ, PYTHONPATH=str(pathlib.Path(__file__).parent))
+    env = dict(os.environ, PYTHONPATH=PYTHONPATH)
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert "schedules no GPUs" in done.stdout, done.stderr[-2000:]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export.passes import move_to_device_pass
 
 from gpuml.errors import ModelError
 
@@ -38,6 +39,11 @@ def evaluation_copy(net: nn.Module) -> nn.Module:
     try:
         with torch.no_grad():  # copying a script module is recorded otherwise
             module = copy.deepcopy(net)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"{type(net).__name__} leaves no memory for a copy of it on its device: {telling_lines(error)}. Export it "
+            f"from the CPU: net.cpu() first, and net.cuda() afterwards"
+        ) from error
     except Exception as error:
         raise ModelError(
             f"{type(net).__name__} cannot be copied for export: {telling_lines(error)}. If it keeps a tensor computed "
@@ -70,11 +76,16 @@ def export(module: nn.Module, size: tuple[int, int]) -> torch.export.ExportedPro
             f"batch size (len(x) fixes it, x.shape[0] does not); or pass torch.jit.script(net)."
         ) from error
     program.example_inputs = None  # they are pickled into the file otherwise
-    for part in program.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+    for part in graphs(program):
+        for node in part.graph.nodes:
             # The user's source lines with their paths: equal networks would differ by where their code lies.
             node.meta.pop("stack_trace", None)
     return program
+
+
+def graphs(program: torch.export.ExportedProgram) -> Iterator[torch.fx.GraphModule]:
+    """The graph of a program and those within it: the bodies of its regions."""
+    return (part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule))
 
 
 def checked_width(exported: Callable[[Tensor], Any], module: nn.Module, size: tuple[int, int]) -> int:
@@ -115,6 +126,47 @@ def checked_width(exported: Callable[[Tensor], Any], module: nn.Module, size: tu
                 f"results would depend on batchSize; remove what reads across dimension 0"
             )
     return int(output.shape[1])
+
+
+def memory_format(network: nn.Module, size: tuple[int, int]) -> str:
+    """The memory that weights and rows may lie in: ``"channels_last"``, or ``"contiguous"`` where that alone will do.
+
+    A graph may hold a view(), which fails on other memory, or an as_strided(), which takes other pixels from it.
+    """
+    rows = sample_rows(size, 3)
+    batches = (rows, rows[:1])
+    with torch.inference_mode():
+        expected = [network(batch) for batch in batches]
+    kept = [(tensor, tensor.data) for tensor in (*network.parameters(), *network.buffers())]
+    to_channels_last(network)
+    try:
+        with torch.inference_mode():
+            given = [network(batch.contiguous(memory_format=torch.channels_last)) for batch in batches]
+    except Exception:  # of any type; on contiguous memory it ran
+        return "contiguous"
+    finally:
+        for tensor, data in kept:  # the file's are as the user's
+            tensor.data = data
+    return "channels_last" if all(map(_close, given, expected)) else "contiguous"
+
+
+def to_channels_last(network: nn.Module) -> None:
+    """Lay the weights out anew, in place: those of 4 dimensions, as Module.to fails on 5 (YOLO's anchors)."""
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+
+
+def moved(program: torch.export.ExportedProgram, device: torch.device) -> torch.export.ExportedProgram:
+    """The program on another device, with its constants, the tensors that it makes and its autocast regions."""
+    program = move_to_device_pass(program, device)
+    for part in graphs(program):
+        for node in part.graph.nodes:
+            # torch.autocast(x.device.type) became "cpu" in the export, and the pass leaves it so (torch 2.14).
+            if node.target is torch.ops.higher_order.wrap_with_autocast:
+                node.update_arg(0, device.type)
+        part.recompile()
+    return program
 
 
 def sample_rows(size: tuple[int, int], rows: int) -> Tensor:

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,24 @@ import torch
 from torch import Tensor, nn
 
 from gpuml.errors import ModelError, ModelFileError
-from gpuml.models.export import checked_width, evaluation_copy, export, plain_torch, sample_rows, telling_lines
+from gpuml.models.export import (
+    checked_width,
+    evaluation_copy,
+    export,
+    memory_format,
+    moved,
+    plain_torch,
+    sample_rows,
+    telling_lines,
+    to_channels_last,
+)
 from gpuml.models.safety import check_archive
 from gpuml.spec import ACTIVATIONS, Preprocess
 from gpuml.version import __version__
 
 CARD = "gpuml.json"
 FORMAT = 1
+MEMORY_FORMATS = ("channels_last", "contiguous")
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,7 @@ class Card:
     width : columns of the output, which has shape (batch, width).
     labels : one name per column, or none.
     activation : ``"softmax"``, ``"sigmoid"`` or ``"none"``: what turns the output into probabilities.
+    memory_format : ``"channels_last"`` or ``"contiguous"``: the memory that weights and rows lie in when it runs.
     gpuml, torch : versions that wrote the file.
     format : version of this card.
 
@@ -53,6 +65,7 @@ class Card:
     width: int
     labels: tuple[str, ...] = ()
     activation: str = "softmax"
+    memory_format: str = "channels_last"
     gpuml: str = __version__
     torch: str = torch.__version__
     format: int = FORMAT
@@ -66,6 +79,8 @@ class Card:
             )
         if self.activation not in ACTIVATIONS:
             raise ModelError(f"activation={self.activation!r} is none of {', '.join(ACTIVATIONS)}")
+        if self.memory_format not in MEMORY_FORMATS:
+            raise ModelError(f"memory_format={self.memory_format!r} is none of {', '.join(MEMORY_FORMATS)}")
         if self.activation == "softmax" and self.width == 1:
             raise ModelError("softmax over one output is always 1; use activation='sigmoid' or 'none'")
 
@@ -142,8 +157,10 @@ def save_model(
     with plain_torch():
         module = evaluation_copy(net)
         program = module if isinstance(module, torch.jit.ScriptModule) else export(module, preprocess.size)
-        width = checked_width(_callable(program), module, preprocess.size)
-        _write(program, path, Card(preprocess, width, names, activation))
+        network = _callable(program)
+        width = checked_width(network, module, preprocess.size)
+        card = Card(preprocess, width, names, activation, memory_format(network, preprocess.size))
+        _write(program, path, card)
 
 
 def read_card(path: str | os.PathLike[str]) -> Card:
@@ -172,7 +189,7 @@ def read_card(path: str | os.PathLike[str]) -> Card:
 
 
 def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[Tensor], Tensor], Card]:
-    """The network of a model file on a device, weights in channels-last memory, and its card.
+    """The network of a model file on a device, weights in the memory format of its card, and that card.
 
     Raises
     ------
@@ -189,7 +206,10 @@ def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[
             f"torch {torch.__version__} cannot read {os.fspath(path)}, written by torch {card.torch}: "
             f"{telling_lines(error)}"
         ) from error
-    return _callable(program).to(memory_format=torch.channels_last), card
+    network = _callable(program)
+    if card.memory_format == "channels_last":
+        to_channels_last(network)
+    return network, card
 
 
 def _card_text(path: str | os.PathLike[str]) -> bytes | None:
@@ -218,10 +238,12 @@ def rewrite(source: str | os.PathLike[str], path: str | os.PathLike[str], card: 
         The network does not take inputs of the size of the card's preprocess, or not with that width.
     """
     size = card.preprocess.size
-    with plain_torch(), torch.inference_mode():
+    with plain_torch():
         program = _open(source, torch.device("cpu"))
+        network = _callable(program)
         try:
-            output = _callable(program)(sample_rows(size, 2))
+            with torch.inference_mode():
+                output = network(sample_rows(size, 2))
         except Exception as error:
             raise ModelError(
                 f"the network of {os.fspath(source)} does not take inputs of {size[0]}x{size[1]} pixels "
@@ -229,6 +251,8 @@ def rewrite(source: str | os.PathLike[str], path: str | os.PathLike[str], card: 
             ) from error
         if output.shape[1] != card.width:
             raise ModelError(f"the network of {os.fspath(source)} has {output.shape[1]} outputs, not {card.width}")
+        if card.memory_format == "channels_last":  # at another size it may not be
+            card = replace(card, memory_format=memory_format(network, size))
         _write(program, Path(path), card)
 
 
@@ -261,12 +285,11 @@ def _open(path: str | os.PathLike[str], device: torch.device) -> Any:
     """A checked archive -> an exported program or a script module, on the device with its constants."""
     if check_archive(path) == "torchscript":
         return _jit("load", os.fspath(path), map_location=device)
-    program = torch.export.load(path)
-    if device.type == "cpu":
-        return program
-    from torch.export.passes import move_to_device_pass
-
-    return move_to_device_pass(program, device)
+    with warnings.catch_warnings():
+        # torch 2.9 reads weights as Python bytes, and warns once that those are not for writing.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        program = torch.export.load(path)
+    return program if device.type == "cpu" else moved(program, device)
 
 
 def _jit(function: str, *args: Any, **kwargs: Any) -> Any:

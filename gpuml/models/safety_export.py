@@ -8,7 +8,7 @@
 - targets of nodes: any dotted path under ``torch`` is looked up and called -> the list of `safety_operators`.
 - sizes: ``expr_str`` goes to sympify, which evaluates -> arithmetic on symbols and numbers.
 - names of nodes, arguments, parameters: pasted into generated Python that is then run -> identifiers.
-- ``in_spec``, ``out_spec``: an enum or a defaultdict imports any module -> tuples, lists and plain dicts.
+- ``in_spec``, ``out_spec``: an enum, at any depth, or a defaultdict imports any module -> tuples, lists, plain dicts.
 - ``guards_code``, constant inputs: pasted into generated Python too -> none.
 - custom objects, tokens, operators as arguments -> none: every key is known, or its value is empty.
 
@@ -54,6 +54,9 @@ _STRINGS = {
     "path_name": re.compile(r"(weight|tensor)_\d+", re.ASCII),
 }
 
+#: What torch parses further: one string, since sympy evaluates those in lists and dicts as well.
+_PARSED = ("target", "expr_str", "in_spec", "out_spec")
+
 #: The pattern of the names in an object that is keyed by names of the file's own, by the object's key.
 _MAPS = {
     **dict.fromkeys(("tensor_values", "sym_int_values", "sym_float_values", "sym_bool_values"), _IDENTIFIER),
@@ -61,6 +64,9 @@ _MAPS = {
     "range_constraints": re.compile(r"[A-Za-z][A-Za-z_]*\d{0,6}", re.ASCII),  # torch counts up to the number
     "config": _PATH,
 }
+
+#: Keys of an input: a node's, or a graph's, whose kind is one key.
+_INPUTS = ({"name", "arg", "kind"}, {"as_tensor"}, {"as_sym_int"})
 
 #: Other keys of torch.export's schema that a network of plain tensors needs.
 _KEYS = re.compile(
@@ -78,6 +84,8 @@ _SIZE_ATOM = re.compile(
     r"|Integer\(-?\d{1,19}\)|Rational\(-?\d{1,9}, \d{1,9}\)|Float\('-?\d{1,30}\.\d{1,30}', precision=\d{1,3}\)",
     re.ASCII,
 )
+#: Characters of a symbolic size; the longest in torchvision's swin_v2_t, maxvit_t and vit_b_32 has 80.
+_MOST_SIZE = 10_000
 #: Arithmetic of atoms, which have become "0". No shifts: LShift(Integer(1), Integer(10**9)) would be computed.
 _SIZE_CALL = re.compile(
     r"(Add|Mul|Max|Min|Mod|PythonMod|FloorDiv|CeilDiv|CleanDiv|ModularIndexing|IntTrueDiv|FloatTrueDiv|CeilToInt"
@@ -131,7 +139,8 @@ def _check_sample_inputs(data: bytes) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.load(io.BytesIO(data), weights_only=True)
+            # On the CPU: inputs of a GPU are tensors as well, and this machine may have none.
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         raise ModelFileError(
             f"its sample inputs hold more than tensors ({type(error).__name__}), and torch would unpickle them; "
@@ -141,11 +150,11 @@ def _check_sample_inputs(data: bytes) -> None:
 
 def _walk(value: Any, key: str) -> None:
     """Check every string, key and name of a JSON value that lies under `key`; graphs within graphs are values too."""
-    if isinstance(value, str):
+    if isinstance(value, str) or key in _PARSED:  # anything but a string fails there, as damage
         _check_string(value, key)
     elif isinstance(value, list):
         for part in value:
-            if key == "inputs" and "arg" not in part and not part.keys() <= {"as_tensor", "as_sym_int"}:
+            if key == "inputs" and not any(part.keys() <= kind for kind in _INPUTS):
                 raise ModelFileError(f"its graph has a constant input {str(part)[:100]}, where only tensors are safe")
             _walk(part, key)
     elif isinstance(value, dict) and key in _MAPS:
@@ -177,7 +186,9 @@ def _check_string(text: str, key: str) -> None:
 
 def _check_size(text: str) -> None:
     """A symbolic size is calls of arithmetic on symbols and numbers."""
-    left, found = _SIZE_ATOM.sub("0", text[:10_000]), 1
+    if len(text) > _MOST_SIZE:
+        raise ModelFileError(f"it has a symbolic size of {len(text)} characters, more than {_MOST_SIZE}")
+    left, found = _SIZE_ATOM.sub("0", text), 1
     while found:
         left, found = _SIZE_CALL.subn("0", left)
     if left not in ("0", "true", "false"):
@@ -188,7 +199,9 @@ def _check_spec(spec: dict[str, Any]) -> None:
     """How inputs or outputs nest: tuples, lists, and dicts by name."""
     kind, context = spec["type"], spec["context"]
     if kind == "builtins.dict":
-        plain = all(isinstance(name, str) and _IDENTIFIER.fullmatch(name) for name in json.loads(context))
+        # A list: below the names of an object torch would find enums, even where a second equal name hides them here.
+        names = json.loads(context)
+        plain = isinstance(names, list) and all(isinstance(name, str) and _IDENTIFIER.fullmatch(name) for name in names)
     else:
         plain = (kind, context) in ((None, None), ("builtins.tuple", "null"), ("builtins.list", "null"))
     if not plain:

@@ -7,6 +7,7 @@ left to a hostile file, and what stops it:
   -> every name below ``torch.`` and ``ops.`` is on the list of `safety_operators`.
 - methods of tensors are operators as well: ``x.resize_([9])``, ``getattr(x, "resize_")([9])`` -> attributes and strings
   that name a refused operator are refused.
+- C++ classes by another name, ``t = __torch__.torch`` -> those names are only read in full.
 - pickles build C++ classes -> only the archive's own classes and the few helpers that ``torch.jit.save`` writes.
 - a tensor may claim more elements than its storage has (torch 2.14.1 counts them itself) -> counted here.
 
@@ -91,7 +92,9 @@ def _check_code(member: str, text: str) -> None:
             raise ModelFileError(
                 f"its {member}, line {line}, has {text[position]!r}, which torch.jit.save never writes"
             )
-        if match.lastgroup != "space" and match["space"] is None:
+        if match.lastgroup == "string" and tokens[-1][:1] == '"':  # TorchScript joins them: "resi" "ze_"
+            raise ModelFileError(f"its {member} has two strings in a row, which torch.jit.save never writes")
+        if match.lastgroup != "space":
             tokens.append(match[0])
         position = match.end()
     tokens += [""] * 4
@@ -112,6 +115,8 @@ def _refuse_token(tokens: list[str], i: int) -> str | None:
             return refuse_operator(after[1], after[3]) if whole else "it passes on the module torch.ops itself"
         if token == "__torch__" and after == [".", "torch", ".", "classes"]:
             return "it uses a C++ class of torch.classes"
+        if token == "__torch__" and (after[0] != "." or (after[1] == "torch" and after[2] != ".")):
+            return "it passes on the names below __torch__, where torch.classes are"
         if token in _REFUSED_WORDS:
             return f"it calls {token!r}"
     string = token[0] == '"'
@@ -127,7 +132,8 @@ def _refuse_token(tokens: list[str], i: int) -> str | None:
 
 def _check_pickle(member: str, data: bytes, sizes: Mapping[str, int]) -> None:
     for opcode, argument, _ in pickletools.genops(data):
-        if not _OPCODES.fullmatch(opcode.name) or "torch.classes" in str(argument):
+        # GLOBAL parts a class's name with a space, anywhere.
+        if not _OPCODES.fullmatch(opcode.name) or "torch.classes" in str(argument).replace(" ", "."):
             raise ModelFileError(
                 f"its {member} has {opcode.name} {str(argument)[:100]!r}, unknown to TorchScript's files"
             )

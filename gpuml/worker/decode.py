@@ -138,8 +138,10 @@ def _reason(error: Exception, data: bytes) -> RowError:
         return error
     text = str(error) or type(error).__name__
     file = f"the file of {len(data)} bytes" if data else "the file"
-    if isinstance(error, (MemoryError, Image.DecompressionBombError)):
+    if isinstance(error, MemoryError):
         return RowError("too_large", f"no memory for its pixels: {text}")
+    if isinstance(error, Image.DecompressionBombError):  # only from an image that the caller opened
+        return RowError("too_large", f"Pillow's own limit, twice PIL.Image.MAX_IMAGE_PIXELS, refuses it: {text}")
     if text.startswith(("cannot handle ", "Unsupported BMP", "unknown pixel mode")):
         return RowError("unsupported", f"pixels of a kind that Pillow does not read: {text}")
     # struct.error and IndexError come raw from our own walk over the header only: it ran off the end.

@@ -211,6 +211,13 @@ def _open_gif(data: bytes, max_pixels: int) -> Image.Image:
     return GifImageFile(io.BytesIO(head + control + data[at:]))
 
 
+class _Short(io.BytesIO):
+    def read(self, size: int | None = -1, /) -> bytes:
+        # Pillow 13 reads 30 bytes and holds the size in them against its own limit. A read may come back short, and
+        # 16 bytes are enough for Pillow to know the format; the rest it reads as a whole.
+        return super().read(size if size is None else min(size, 16))
+
+
 def _open_webp(data: bytes, max_pixels: int) -> Image.Image:
     # The decoder allocates its canvas when it is made, so the size is read before.
     name, head = struct.unpack_from("<4s4x10s", data, 12)
@@ -222,14 +229,32 @@ def _open_webp(data: bytes, max_pixels: int) -> Image.Image:
     else:
         width, height = (value & 0x3FFF for value in struct.unpack_from("<HH", head, 6))
     check_pixels(width, height, max_pixels)
-    return WebPImageFile(io.BytesIO(data))
+    return WebPImageFile(_Short(data))
+
+
+#: What libavif opens at most: its defaults, which Pillow has no way to change.
+_AVIF_PIXELS, _AVIF_SIDE = 16384 * 16384, 32768
 
 
 def _open_avif(data: bytes, max_pixels: int) -> Image.Image:
     # In AVIF the boxes "irot" and "imir" alone turn the picture, and Pillow reports them as EXIF. EXIF of the
     # file itself would be parsed and rewritten for that, so its item gets a type that nobody reads.
     data = re.sub(rb"(infe\x02.{7}|infe\x03.{9})Exif", rb"\1skip", data, flags=re.DOTALL)
-    return AvifImageFile(io.BytesIO(data))
+    try:
+        return AvifImageFile(io.BytesIO(data))
+    except SyntaxError:  # "BMFF parsing failed", also where only the size is refused
+        _check_avif(data, max_pixels)
+        raise
+
+
+def _check_avif(data: bytes, max_pixels: int) -> None:
+    """Raise RowError ``too_large`` when an "ispe" box, which holds a picture's size, is over libavif's limits."""
+    for box in re.findall(rb"\0\0\0\x14ispe.{4}(.{8})", data, flags=re.DOTALL):
+        width, height = struct.unpack(">II", box)
+        if width * height > _AVIF_PIXELS or max(width, height) > _AVIF_SIDE:
+            check_pixels(width, height, max_pixels)
+            limits = f"{_AVIF_PIXELS} pixels or {_AVIF_SIDE} a side"
+            raise RowError("too_large", f"AVIF of {width}x{height} pixels; libavif opens none over {limits}")
 
 
 def _open_bmp(data: bytes, max_pixels: int) -> Image.Image:

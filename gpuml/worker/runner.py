@@ -186,6 +186,8 @@ class Runner:
                 on_device.record_stream(compute)  # allocated on the copying stream, read by the computing one
                 pixels = on_device
             inputs = normalise(pixels, network.card.preprocess)
+            if network.card.memory_format == "contiguous":
+                inputs = inputs.contiguous()
             dtype = getattr(torch, network.dtype)
             with torch.autocast(network.device.type, dtype=dtype, enabled=dtype != torch.float32):
                 output = network.forward(inputs)
