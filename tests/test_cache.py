@@ -12,12 +12,12 @@ import torch
 from conftest import PLAIN, Pooled
 from torch import nn
 
-from gpuml import ModelFileError, save_model
+from gpuml import DeviceMemoryError, ModelFileError, save_model
 from gpuml.models import store
 from gpuml.models.file import Card
 from gpuml.worker import cache
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Cyclic(nn.Module):
@@ -182,6 +182,99 @@ def test_a_load_that_fails_is_tried_again_and_blocks_nobody(loads, monkeypatch):
     monkeypatch.setattr(cache, "load", load)
     assert get("a") is get("a")
     assert loads == ["a"]
+
+
+def accelerator_error(code=None):
+    """What torch raises for an error of CUDA: its C++ adds the code as an attribute."""
+    error = torch.AcceleratorError(f"CUDA error: {code}")
+    if code is not None:
+        error.error_code = code
+    return error
+
+
+class SmallDevice:
+    """A cuda:0 with room for so many networks: what was loaded onto it counts until it is freed."""
+
+    def __init__(self, room, error):
+        self.room = room
+        self.error = error
+        self.tried = []
+        self._weights = []
+
+    def load(self, path, device):
+        self.tried.append(path)
+        network = Cyclic()
+        if device == CUDA:
+            self._weights.append(weakref.ref(network.weight))
+            if sum(weight() is not None for weight in self._weights) > self.room:
+                raise self.error
+        return network, Card(PLAIN, 3)
+
+
+OUT_OF_MEMORY = [torch.OutOfMemoryError("tried to allocate"), accelerator_error(2)]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    def make(room, error=OUT_OF_MEMORY[0]):
+        device = SmallDevice(room, error)
+        monkeypatch.setattr(cache, "load", device.load)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        return device
+
+    gc.disable()  # what is freed must be freed by the cache
+    yield make
+    gc.enable()
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_network_that_does_not_fit_beside_the_others_of_its_device_takes_their_place(small, frozen, error):
+    device = small(room=1, error=error)
+    get("a", CUDA)
+    on_cpu = get("b")
+    if frozen:
+        cache.freeze()
+    held = get("c", CUDA)
+    assert device.tried == ["a", "b", "c", "c"]
+    assert get("c", CUDA) is held
+    assert get("b") is on_cpu
+    get("a", CUDA)
+    assert device.tried == ["a", "b", "c", "c", "a", "a"]
+
+
+def test_a_network_that_does_not_fit_alone_is_an_error_that_says_what_to_do_and_may_fit_later(small):
+    device = small(room=0)
+    on_cpu = get("b")
+    with pytest.raises(DeviceMemoryError) as caught:
+        cache.network("0123456789abcdef" * 4, CUDA, "float32", lambda: "a")
+    assert device.tried == ["b", "a", "a"]
+    for part in ("0123456789ab", "cuda:0", "spark.task.resource.gpu.amount", "nvidia-smi"):
+        assert part in str(caught.value)
+    device.room = 1
+    assert get("a", CUDA) is get("a", CUDA)
+    assert get("b") is on_cpu
+
+
+@pytest.mark.parametrize("error", [accelerator_error(700), accelerator_error(), RuntimeError("out of memory")], ids=repr)
+def test_another_failure_to_load_drops_no_network_and_reaches_the_caller(small, error):
+    device = small(room=1, error=error)
+    held = get("a", CUDA)
+    with pytest.raises(type(error)) as caught:
+        get("c", CUDA)
+    assert caught.value is error
+    assert device.tried == ["a", "c"]
+    assert get("a", CUDA) is held
+
+
+def test_the_stream_of_a_networks_copies_is_made_once_and_only_on_a_gpu(loads, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+    network = get("a", CUDA)
+    assert made == []  # loading does not need it
+    assert network.copies is network.copies
+    assert get("b").copies is None
+    assert made == [CUDA]
 
 
 def test_equal_content_under_two_paths_is_one_load_and_other_content_under_one_path_another(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import re
 import subprocess
 import sys
 import threading
@@ -287,11 +289,20 @@ print(peaks[1] - peaks[0])
 # --- memory runs out ----------------------------------------------------------------------------------------------
 
 
+def accelerator_error(code=None):
+    """What torch raises for an error of CUDA: its C++ adds the code as an attribute."""
+    error = torch.AcceleratorError(f"CUDA error: {code}")
+    if code is not None:
+        error.error_code = code
+    return error
+
+
 class Small:
     """A device that holds at most `fits` rows; remembers the sizes it was given, and what it allocated."""
 
-    def __init__(self, fits):
+    def __init__(self, fits, error=None):
         self.fits = fits
+        self.error = error or torch.OutOfMemoryError("tried to allocate")
         self.calls = []
         self.allocated = []
 
@@ -300,7 +311,7 @@ class Small:
         activations = x * 2
         self.allocated += [weakref.ref(x), weakref.ref(activations)]
         if len(x) > self.fits:
-            raise torch.OutOfMemoryError(f"{len(x)} rows tried")
+            raise self.error
         return mean_colour(x)
 
 
@@ -310,7 +321,7 @@ def test_out_of_memory_halves_and_the_limit_is_kept_for_the_next_call():
     rows = [solid(row) for row in range(10)]
     scores = runner.run(rows)
     assert device.calls == [8, 4, 2, 2, 2, 2, 2]
-    assert runner.network.batch_limit == 2
+    assert runner.network.batch_limit == 2  # what worked
     assert scores.good == list(range(10))
     np.testing.assert_array_equal(scores.outputs, build(batch=2).run(rows).outputs)
     np.testing.assert_allclose(scores.outputs, build(batch=8).run(rows).outputs, atol=1e-6)
@@ -348,16 +359,47 @@ def test_one_row_that_does_not_fit_is_an_error_with_the_sizes_tried():
     assert isinstance(caught.value, RuntimeError)
 
 
+def test_one_row_that_does_not_fit_leaves_the_limit_as_it_was_for_a_task_that_has_more_room():
+    device = Small(fits=0)
+    runner = build(device, batch=8)
+    for fits, limit in ((0, None), (5, 4), (0, 4)):
+        device.fits = fits
+        if fits:
+            assert len(runner.run([solid(0)] * 8).outputs) == 8
+        else:
+            with pytest.raises(DeviceMemoryError):
+                runner.run([solid(0)] * 8)
+        assert runner.network.batch_limit == limit
+
+
+def test_each_halving_is_said_once_with_the_device_and_both_sizes(caplog):
+    runner = build(Small(fits=3), batch=8)
+    with caplog.at_level(logging.WARNING, "gpuml"):
+        runner.run([solid(row) for row in range(20)])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    for text, before, now in zip(said, (8, 4), (4, 2), strict=True):
+        assert re.search(rf"cpu\b.*\b{before} rows.*\b{now}\b", text), text
+    assert {(record.name, record.levelno) for record in caplog.records} == {("gpuml", logging.WARNING)}
+
+
+def test_an_allocation_beside_torchs_own_that_fails_halves_as_well():
+    device = Small(fits=3, error=accelerator_error(2))
+    scores = build(device, batch=8).run([solid(row) for row in range(5)])
+    assert device.calls == [5, 2, 2, 1]
+    assert scores.good == list(range(5))
+
+
 def test_what_the_failed_pass_allocated_is_gone_before_the_next_is_tried(monkeypatch):
     device = Small(fits=1)
     alive = []
-    shrink = Runner._shrink
+    halve = Runner._halve
 
     def watching(self, rows):
         alive.append([reference() is not None for reference in device.allocated])
-        shrink(self, rows)
+        return halve(self, rows)
 
-    monkeypatch.setattr(Runner, "_shrink", watching)
+    monkeypatch.setattr(Runner, "_halve", watching)
     build(device, batch=8).run([solid(row) for row in range(8)])
     assert [len(references) for references in alive] == [2, 4, 6]
     assert not any(map(any, alive))
@@ -367,12 +409,52 @@ def test_on_a_gpu_its_cached_memory_is_given_back_before_the_next_try(monkeypatc
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     runner = build()
-    runner._shrink(8)
+    assert runner._halve(8) == 4
     assert emptied == []
     runner._on_cuda = True
-    runner._shrink(5)
+    assert runner._halve(5) == 2
     assert emptied == [True]
-    assert runner.network.batch_limit == 2
+
+
+# --- what waits for a GPU sleeps -----------------------------------------------------------------------------------
+
+
+class Event:
+    """Stands in for torch.cuda.Event."""
+
+    def __init__(self, **options):
+        self.options = options
+
+    def record(self, stream=None):
+        pass
+
+
+def test_every_event_that_the_host_waits_for_lets_its_thread_sleep(monkeypatch):
+    """By default cudaEventSynchronize busy-waits: a whole core, which the decoding threads need."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(Runner, "_forward", lambda self, pixels, outputs: None)
+    network = Network(mean_colour, Card(PLAIN, 3), torch.device("cuda", 0), "float32")
+    runner = Runner(network, SPEC, 1)
+    done = runner._launch(torch.zeros(2, 3, 32, 32), torch.zeros(2, 3))
+    assert runner._copied.options == done.options == {"blocking": True}
+
+
+# --- parts of a slice on the CPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "parts"), [(224, [8, 8, 4]), (112, [20]), (448, [2] * 10), (1000, [1] * 20)])
+def test_a_forward_pass_on_the_cpu_takes_eight_images_of_224_pixels_or_as_many_as_have_those_pixels(size, parts):
+    taken = []
+    runner = build(lambda x: taken.append(len(x)) or mean_colour(x), batch=64, preprocess=Preprocess(size, size))
+    pixels = torch.arange(20, dtype=torch.uint8).view(20, 1, 1, 1).expand(20, 3, size, size)
+    outputs = torch.empty(20, 3)
+    assert runner._launch(pixels, outputs) is None
+    assert taken == parts
+    mean, std = torch.tensor(Preprocess().mean), torch.tensor(Preprocess().std)
+    wanted = (torch.arange(20)[:, None] / 255 - mean) / std
+    np.testing.assert_allclose(outputs, wanted, atol=1e-4)
+    assert runner.network.batch_limit is None
 
 
 # --- what is no row's fault ---------------------------------------------------------------------------------------
@@ -390,6 +472,8 @@ def failing(error):
     [
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("CUDA out of memory, says a text that is no OutOfMemoryError"),
+        accelerator_error(700),
+        accelerator_error(),
         ValueError("a shape"),
         RowError("empty", "not from a row"),
         MemoryError(),
