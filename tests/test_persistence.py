@@ -329,3 +329,13 @@ def test_none_is_no_text_and_an_unknown_param_is_named():
     assert ImageClassifier.from_module(Pooled(), preprocess=PLAIN, deviceCol=None).getDeviceCol() == ""
     with pytest.raises(ParamError, match="no Param batchsize"):
         ImageClassifier.from_module(Pooled(), preprocess=PLAIN, batchsize=3)
+
+
+def test_a_pipeline_saved_by_release_0_1_loads_and_predicts(spark, own_cache):
+    """tests/data/pipeline-0.1 is kept for good: what one release saves, the next ones load."""
+    model = PipelineModel.load(str(pathlib.Path(__file__).parent / "data" / "pipeline-0.1"))
+    rows = model.transform(spark.createDataFrame([(encoded(3),), (encoded(4),)], "content binary")).collect()
+    assert [row.predictedLabel for row in rows] == ["bee", "bee"]
+    assert rows[0].probability.toArray() == pytest.approx([0.0074, 0.7805, 0.0273, 0.1849], abs=1e-3)
+    assert rows[1].probability.toArray() == pytest.approx([0.0068, 0.6631, 0.0515, 0.2786], abs=1e-3)
+    assert model.stages[0].getTopKCol() == "top"
