@@ -3,6 +3,8 @@
 Not part of `make test`; examples/benchmarks/gpu_check.sh runs it.
 """
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -93,6 +95,45 @@ def test_a_region_without_autocast_stays_in_float32(tmp_path):
     rows = [encoded(i) for i in range(20)]
     got = run(tmp_path / "precise.pt2", CUDA, rows, dtype="bfloat16").outputs
     np.testing.assert_allclose(got, run(tmp_path / "precise.pt2", CPU, rows).outputs, atol=1e-5)
+
+
+def test_memory_stays_flat_over_many_runs(tmp_path):
+    """With a stream for each run, 32 in turn, each keeps two slices of 9 MiB: 20 MiB segments, 0.6 GiB and more."""
+    save_model(Convolutions(), tmp_path / "net.pt2", preprocess=Preprocess((224, 224), None))
+    rows = [encoded(i) for i in range(128)]
+    for _ in range(5):
+        run(tmp_path / "net.pt2", CUDA, rows, batch=64)
+    before = torch.cuda.memory_reserved(0)
+    for _ in range(40):
+        run(tmp_path / "net.pt2", CUDA, rows, batch=64)
+    assert torch.cuda.memory_reserved(0) - before <= 40 << 20  # a slice more where the GPU lags behind
+
+
+def test_a_network_that_does_not_fit_beside_the_others_takes_their_place(tmp_path):
+    class Large(nn.Module):
+        """256 MiB of weights."""
+
+        def __init__(self, seed):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((1 << 26,), float(seed)))
+
+        def forward(self, x):
+            return x.mean((2, 3)) + self.weight[:3]
+
+    rows, networks = [encoded(i) for i in range(4)], []
+    cache._networks.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved(0) + (600 << 20)) / total), 0)
+    try:
+        for seed in range(3):
+            save_model(Large(seed), tmp_path / f"{seed}.pt2", preprocess=PLAIN)
+            networks.append(run(tmp_path / f"{seed}.pt2", CUDA, rows).outputs)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+        cache._networks.clear()
+    np.testing.assert_allclose(networks[2] - networks[0], 2, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

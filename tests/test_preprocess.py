@@ -1,5 +1,6 @@
 """Resize, crop and normalise agree with torchvision's own transforms of a Pillow image."""
 
+import platform
 import subprocess
 import sys
 
@@ -150,6 +151,37 @@ def test_two_halves_of_a_very_wide_image_meet_in_the_middle():
     assert (red[0] - red[-1], red[0]) == (blue[-1] - blue[0], blue[-1])
     assert 150 < red[0] < 200
     assert torch.equal(found[0, 0], found[0, -1])
+
+
+# -------------------------------------------------------------------------------------------- threads
+
+
+@pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"),
+    reason="counts threads in /proc; other CPUs' kernels differ",
+)
+def test_a_thread_that_decodes_starts_no_threads_of_its_own():
+    code = (
+        "import os, threading, numpy as np, torch\n"
+        "from gpuml.spec import Preprocess\n"
+        "from gpuml.worker.preprocess import resize_crop\n"
+        "torch.set_num_threads(4)\n"
+        "started = {}\n"
+        "def decode(preprocess, size):\n"
+        "    pixels = torch.from_numpy(np.zeros((*size, 3), np.uint8)).permute(2, 0, 1)\n"
+        "    before = len(os.listdir('/proc/self/task'))\n"
+        "    resize_crop(pixels, preprocess)\n"
+        "    started[preprocess, size] = len(os.listdir('/proc/self/task')) - before\n"
+        "for name in ('nearest', 'bilinear', 'bicubic'):\n"
+        "    for resize in (256, (375, 500)):\n"
+        "        for size in ((375, 500), (20, 2000)):\n"
+        "            thread = threading.Thread(target=decode, args=(Preprocess(resize, interpolation=name), size))\n"
+        "            thread.start()\n"
+        "            thread.join()\n"
+        "print(len(started), sum(started.values()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["12", "0"]
 
 
 # ------------------------------------------------------------------------------------------ normalise

@@ -300,9 +300,9 @@ def accelerator_error(code=None):
 class Small:
     """A device that holds at most `fits` rows; remembers the sizes it was given, and what it allocated."""
 
-    def __init__(self, fits, error=None):
+    def __init__(self, fits, error=torch.OutOfMemoryError):
         self.fits = fits
-        self.error = error or torch.OutOfMemoryError("tried to allocate")
+        self.error = error
         self.calls = []
         self.allocated = []
 
@@ -311,7 +311,7 @@ class Small:
         activations = x * 2
         self.allocated += [weakref.ref(x), weakref.ref(activations)]
         if len(x) > self.fits:
-            raise self.error
+            raise self.error()
         return mean_colour(x)
 
 
@@ -384,7 +384,7 @@ def test_each_halving_is_said_once_with_the_device_and_both_sizes(caplog):
 
 
 def test_an_allocation_beside_torchs_own_that_fails_halves_as_well():
-    device = Small(fits=3, error=accelerator_error(2))
+    device = Small(fits=3, error=lambda: accelerator_error(2))
     scores = build(device, batch=8).run([solid(row) for row in range(5)])
     assert device.calls == [5, 2, 2, 1]
     assert scores.good == list(range(5))

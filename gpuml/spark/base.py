@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +184,6 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             raise ParamError(f"predict: inputs is one {type(inputs).__name__}; give a list of them: predict([...])")
         inputs = list(inputs)
         rows = [_predict_input(position, value) for position, value in enumerate(inputs)]
-        _load_shared(rows, self.getMaxPixels())
         outputs = self._output_columns()
         columns.check_distinct({name: column for name, (column, _) in outputs.items()})
         spec = self._spec(field for _, field in outputs.values())
@@ -246,17 +243,6 @@ def _predict_input(position: int, value: Any) -> Any:
     raise ParamError(
         f"predict: input {position} is a {type(value).__name__}; give bytes, the path of a local file, or a PIL image"
     )
-
-
-def _load_shared(rows: Sequence[Any], max_pixels: int) -> None:
-    """Read the pixels of images that several inputs share: two threads at one image's file fail (Pillow 13)."""
-    from PIL import Image
-
-    counts = Counter(id(row) for row in rows if isinstance(row, Image.Image))
-    for image in {id(row): row for row in rows if counts[id(row)] > 1}.values():
-        if image.width * image.height <= max_pixels:
-            with suppress(Exception):  # its rows will say why
-                image.load()
 
 
 def _short(value: Any) -> str:

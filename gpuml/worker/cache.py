@@ -9,15 +9,20 @@ import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from gpuml.errors import DeviceMemoryError
 from gpuml.models.file import Card, load
 
 #: Networks held per process; the least recently used goes first. pyspark's own model cache holds three as well.
 CAPACITY = 3
+
+#: cudaErrorMemoryAllocation
+_CUDA_OUT_OF_MEMORY = 2
 
 
 @dataclass
@@ -28,7 +33,16 @@ class Network:
     card: Card
     device: torch.device
     dtype: str
-    batch_limit: int | None = field(default=None)
+    batch_limit: int | None = None
+
+    @cached_property
+    def copies(self) -> torch.cuda.Stream | None:
+        """The stream of the copies to its GPU; None on the CPU.
+
+        One for all calls: torch's allocator gives memory again only on the stream that it was first given on, so a
+        stream for each call would leave its slices behind, in turn on each of the 32 streams that torch has.
+        """
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
 
 _networks: OrderedDict[tuple[str, str, str], Network] = OrderedDict()
@@ -44,6 +58,11 @@ def network(sha256: str, device: torch.device, dtype: str, find: Callable[[], Pa
     sha256 : the model file's content hash; equal content is one network, whatever stage asks.
     device, dtype : where and how it runs; a reused worker may be given another GPU by its next task.
     find : path of the file, called only when it must be loaded.
+
+    Raises
+    ------
+    DeviceMemoryError
+        It does not fit into the device's memory, even with no other network of this process there.
     """
     key = (sha256, str(device), dtype)
     with _lock:
@@ -52,9 +71,31 @@ def network(sha256: str, device: torch.device, dtype: str, find: Callable[[], Pa
             return _networks[key]
         while len(_networks) >= CAPACITY:
             _release(_networks.popitem(last=False)[1].device)
-        forward, card = load(find(), device)
-        _networks[key] = Network(forward, card, device, dtype)
-        return _networks[key]
+        path = find()
+        loaded = _load(path, device, dtype)
+        if loaded is None:
+            # Here, not in the except block: the exception's frames keep alive what was loaded until then.
+            _drop_all(device)
+            loaded = _load(path, device, dtype)
+        if loaded is None:
+            raise DeviceMemoryError(
+                f"the network of model file {sha256[:12]} does not fit into the memory of {device}, though this "
+                f"process has dropped its other networks there. Let fewer tasks share the GPU "
+                f"(spark.task.resource.gpu.amount), see with nvidia-smi who else uses it, or use a smaller model."
+            )
+        _networks[key] = loaded
+        return loaded
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether a device's memory ran out, told by type and number, never by text.
+
+    torch's allocator has a type for it. Where CUDA itself fails to allocate (a context, a kernel's code, pinned memory)
+    an AcceleratorError (torch 2.8) has CUDA's number. cuBLAS and cuDNN give a RuntimeError that only has a text: False.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY  # set by torch's C++, on no other instance
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 def freeze() -> None:
@@ -70,8 +111,25 @@ def freeze() -> None:
         _frozen = True
 
 
+def _load(path: Path, device: torch.device, dtype: str) -> Network | None:
+    """None when the device's memory ran out."""
+    try:
+        forward, card = load(path, device)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return None
+    return Network(forward, card, device, dtype)
+
+
+def _drop_all(device: torch.device) -> None:
+    for key in [key for key, held in _networks.items() if held.device == device]:
+        del _networks[key]
+    _release(device)
+
+
 def _release(device: torch.device) -> None:
-    """Give a dropped network's memory back: its modules hold one another, and frozen cycles are never collected."""
+    """Give dropped networks' memory back: their modules hold one another, and frozen cycles are never collected."""
     global _frozen
     if _frozen:
         gc.unfreeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,14 +39,18 @@ def resize_crop(pixels: torch.Tensor, preprocess: Preprocess, out: torch.Tensor 
     size = _resized(pixels.shape[1], pixels.shape[2], preprocess.resize)
     # torchvision's center_crop rounds half to even, as round() does.
     top, left = round((size[0] - height) / 2.0), round((size[1] - width) / 2.0)
-    if size == tuple(pixels.shape[1:]):
-        return out.copy_(pixels[:, top : top + height, left : left + width])
     part = (top, left, height, width)
-    if preprocess.interpolation == "nearest":
-        return out.copy_(_nearest(pixels, size, part))
-    if size[0] * size[1] > max(_LARGE, pixels.shape[1] * pixels.shape[2]):
-        return out.copy_(_resize_part(pixels, size, part, preprocess.interpolation))
-    return out.copy_(_resize(pixels, size, preprocess)[:, top : top + height, left : left + width])
+    if size == tuple(pixels.shape[1:]):
+        result = pixels[:, top : top + height, left : left + width]
+    elif preprocess.interpolation == "nearest":
+        result = _nearest(pixels, size, part)
+    elif size[0] * size[1] > max(_LARGE, pixels.shape[1] * pixels.shape[2]):
+        result = _resize_part(pixels, size, part, preprocess.interpolation)
+    else:
+        result = _resize(pixels, size, preprocess)[:, top : top + height, left : left + width]
+    # Not torch's copy_: from 32,768 elements on it starts a team of OpenMP threads in each thread that decodes.
+    np.copyto(_rows(out), _rows(result))
+    return out
 
 
 def normalise(batch: torch.Tensor, preprocess: Preprocess) -> torch.Tensor:
@@ -84,12 +89,18 @@ def _resized(height: int, width: int, resize: int | tuple[int, int]) -> tuple[in
     return int(resize * height / width), resize
 
 
+def _rows(pixels: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The same memory as an array of shape (height, width, 3)."""
+    return pixels.permute(1, 2, 0).numpy()
+
+
 def _nearest(pixels: torch.Tensor, size: tuple[int, int], part: tuple[int, int, int, int]) -> torch.Tensor:
     """The (top, left, height, width) `part` of the image resized to `size` by picking pixels, as Pillow picks them."""
     top, left, height, width = part
-    rows = (torch.arange(top, top + height, dtype=torch.float64) + 0.5) * (pixels.shape[1] / size[0])
-    columns = (torch.arange(left, left + width, dtype=torch.float64) + 0.5) * (pixels.shape[2] / size[1])
-    return pixels[:, rows.long()[:, None], columns.long()]
+    rows = (np.arange(top, top + height) + 0.5) * (pixels.shape[1] / size[0])
+    columns = (np.arange(left, left + width) + 0.5) * (pixels.shape[2] / size[1])
+    picked = _rows(pixels)[rows.astype(np.int64)[:, None], columns.astype(np.int64)]
+    return torch.from_numpy(picked).permute(2, 0, 1)
 
 
 def _resize(pixels: torch.Tensor, size: tuple[int, int], preprocess: Preprocess) -> torch.Tensor:
@@ -98,7 +109,8 @@ def _resize(pixels: torch.Tensor, size: tuple[int, int], preprocess: Preprocess)
     batch = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     if preprocess.antialias:
         return interpolate(batch, size, mode=preprocess.interpolation, align_corners=False, antialias=True)[0]
-    # Without, they do not round (bilinear) or are off by up to 9 of 255 (bicubic): torch 2.14.
+    # Without, they do not round (bilinear) or are off by up to 9 of 255 (bicubic): torch 2.14. Its float kernels start
+    # OpenMP teams; few models ask for this, and a Spark task has one OpenMP thread per cpu.
     values = interpolate(batch.float(), size, mode=preprocess.interpolation, align_corners=False)
     return values.round_().clamp_(0, 255).to(torch.uint8)[0]
 
