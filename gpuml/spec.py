@@ -75,6 +75,8 @@ class Preprocess:
         object.__setattr__(self, "crop", crop)
         object.__setattr__(self, "mean", _channels("mean", self.mean))
         object.__setattr__(self, "std", _channels("std", self.std))
+        if any(value > 1 for value in self.mean):
+            raise ValueError(f"Preprocess: mean={self.mean} is for pixels scaled to 0..1; divide mean and std by 255")
         if any(value <= 0 for value in self.std):
             raise ValueError(f"Preprocess: std={self.std} must be above 0 in each channel")
 
@@ -98,7 +100,7 @@ class Preprocess:
         """
         try:
             values = json.loads(text)
-        except ValueError as error:  # JSONDecodeError, or an integer of more digits than Python reads
+        except (ValueError, RecursionError) as error:  # no JSON, an integer too long for Python, or nested too deeply
             raise ValueError(f"Preprocess: {text!r} is not JSON ({error}); use Preprocess(...).to_json()") from None
         return cls.from_dict(values)
 

@@ -810,3 +810,24 @@ def test_a_full_device_is_not_reported_as_a_damaged_file(tmp_path, monkeypatch):
     monkeypatch.setattr("gpuml.models.file._open", full)
     with pytest.raises(torch.OutOfMemoryError):
         load(tmp_path / "net.pt2", torch.device("cpu"))
+
+
+def test_threads_export_and_load_side_by_side(tmp_path):
+    """As a CrossValidator with parallelism does: torch.export alone fails in every one of them."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def save_and_load(seed):
+        path = tmp_path / f"{seed}.pt2"
+        save_model(Pooled(seed=seed), path, preprocess=PLAIN)
+        forward, _ = load(path, torch.device("cpu"))
+        rows = torch.full((2, 3, 32, 32), 0.5)
+        with torch.inference_mode():
+            return torch.allclose(forward(rows), Pooled(seed=seed)(rows), atol=1e-5)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(save_and_load, range(8)))
+
+
+def test_half_a_surrogate_pair_is_no_label(tmp_path):
+    with pytest.raises(ModelError, match="surrogate"):
+        save_model(Pooled(), tmp_path / "net.pt2", preprocess=PLAIN, labels=["\ud800", "a", "b", "c"])

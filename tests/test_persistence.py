@@ -339,3 +339,27 @@ def test_a_pipeline_saved_by_release_0_1_loads_and_predicts(spark, own_cache):
     assert rows[0].probability.toArray() == pytest.approx([0.0074, 0.7805, 0.0273, 0.1849], abs=1e-3)
     assert rows[1].probability.toArray() == pytest.approx([0.0068, 0.6631, 0.0515, 0.2786], abs=1e-3)
     assert model.stages[0].getTopKCol() == "top"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["paramMap"].update(futureParam=1), "Param 'futureParam'.*upgrade gpuml"),
+        (lambda m: m["defaultParamMap"].update(futureParam=1), "Param 'futureParam'.*upgrade gpuml"),
+        (lambda m: m.pop("gpuml"), "damaged"),
+        (lambda m: m.update(gpuml=None), "damaged"),
+        (lambda m: m["gpuml"].update(sha256=5), "damaged"),
+        (lambda m: m["gpuml"].update(chunks="1"), "damaged"),
+        (lambda m: m.pop("uid"), "damaged"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused_with_what_to_do(spark, model_path, tmp_path, change, message):
+    ImageClassifier(model=str(model_path)).save(str(tmp_path / "s"))
+    saved = metadata(tmp_path / "s")
+    change(saved)
+    part = next(p for p in (tmp_path / "s" / "metadata").iterdir() if p.name.startswith("part-"))
+    part.write_text(json.dumps(saved))
+    for crc in (tmp_path / "s" / "metadata").glob(".*.crc"):
+        crc.unlink()
+    with pytest.raises(ModelFileError, match=message):
+        ImageClassifier.load(str(tmp_path / "s"))

@@ -160,3 +160,13 @@ def test_a_row_error_prints_kind_and_message_and_survives_a_process_boundary():
 def test_a_row_error_of_an_unlisted_kind_is_a_bug_in_gpuml():
     with pytest.raises(AssertionError):
         errors.RowError("sad", "no such kind")
+
+
+def test_numbers_for_0_to_255_are_refused():
+    with pytest.raises(ValueError, match="divide mean and std by 255"):
+        Preprocess(mean=(124, 116, 104), std=(58, 57, 57))
+
+
+def test_json_nested_too_deeply_is_a_value_error():
+    with pytest.raises(ValueError, match="JSON"):
+        Preprocess.from_json("[" * 100_000)

@@ -157,3 +157,10 @@ def test_a_cache_that_cannot_be_written_names_the_variable_to_set(tmp_path, monk
     monkeypatch.setenv("GPUML_HOME", str(tmp_path / "file" / "below"))
     with pytest.raises(ModelError, match="GPUML_HOME"), store.incoming():
         pass
+
+
+def test_an_index_that_cannot_be_written_costs_only_the_note(cache):
+    cache.mkdir()
+    (cache / "index").write_text("")
+    store.remember({"zoo": "x"}, "0" * 64)
+    assert store.recall({"zoo": "x"}) is None

@@ -209,6 +209,19 @@ def test_columns_with_awkward_or_equal_names_pass_through(frame):
     assert out.collect()[3][1:4] == (3, 3, "name3")
 
 
+def test_columns_named_like_the_temporary_ones_pass_through(frame):
+    taken = frame.withColumn("gpuml_struct", F.lit(1)).withColumn("_gpuml_row", F.lit(2))
+    out = classifier(handleInvalid="error").transform(taken)
+    assert out.columns[:5] == taken.columns
+    assert {(row.gpuml_struct, row._gpuml_row, row.error) for row in out.collect()} == {(1, 2, None)}
+
+
+def test_explained_params_name_each_default_once():
+    text = ImageClassifier().explainParams()
+    assert [line for line in text.splitlines() if line.count("(default") > 1] == []
+    assert "decodeThreads" in text
+
+
 # --- how often the model runs -------------------------------------------------------------------------------------
 
 
@@ -277,6 +290,21 @@ def test_parquet_with_image_structs_takes_one_evaluation(spark, tmp_path):
     spark.read.format("image").load(str(tmp_path)).write.parquet(str(tmp_path / "table"))
     out = classifier(inputCol="image", **ALL_OUTPUTS).transform(spark.read.parquet(str(tmp_path / "table")))
     assert udf_rows(out.select("probability", "top")) == 3
+
+
+def test_a_null_struct_is_one_row_also_with_pandas_own_integers(spark):
+    key = "spark.sql.execution.pythonUDF.pandas.preferIntExtensionDtype"
+    if spark.conf.get(key, None) is None:
+        pytest.skip("this Spark has no such setting")
+    image = "struct<origin:string,height:int,width:int,nChannels:int,mode:int,data:binary>"
+    data = [(None,), (("x", 2, 2, 3, 16, bytes(12)),)]
+    frame = spark.createDataFrame(data, f"image {image}").coalesce(1)
+    spark.conf.set(key, "true")
+    try:
+        rows = classifier(inputCol="image").transform(frame).collect()
+    finally:
+        spark.conf.unset(key)
+    assert [row.error and row.error.split(":")[0] for row in rows] == ["null_input", None]
 
 
 # --- sources of files ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,10 @@ from torch.export.passes import move_to_device_pass
 
 from gpuml.errors import ModelError
 
+#: torch.export, torch.export.load and torch's settings are global: two threads of a driver, such as a CrossValidator's,
+#: break one another's exports ("Trying to pop empty mode stack", "_CURRENT_DESERIALIZER is already set").
+ONE_AT_A_TIME = threading.RLock()
+
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
@@ -20,6 +25,12 @@ def plain_torch() -> Iterator[None]:
 
     A default dtype or device, or an autocast around the caller, would become part of an export.
     """
+    with ONE_AT_A_TIME, _plain_settings():
+        yield
+
+
+@contextmanager
+def _plain_settings() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

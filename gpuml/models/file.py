@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from gpuml.errors import ModelError, ModelFileError
 from gpuml.models.export import (
+    ONE_AT_A_TIME,
     checked_width,
     evaluation_copy,
     export,
@@ -82,7 +83,10 @@ class Card:
         if self.memory_format not in MEMORY_FORMATS:
             raise ModelError(f"memory_format={self.memory_format!r} is none of {', '.join(MEMORY_FORMATS)}")
         if self.activation == "softmax" and self.width == 1:
-            raise ModelError("softmax over one output is always 1; use activation='sigmoid' or 'none'")
+            raise ModelError(
+                "softmax over one output is always 1. Give the network two outputs; or use activation='sigmoid' or "
+                "'none' and compare probability with a threshold of yours: of one class, prediction is always 0"
+            )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -109,8 +113,11 @@ def checked_labels(labels: Any) -> tuple[str, ...]:
     """Labels as a tuple. A dict, a set or one text would give as many names, and wrong ones."""
     if isinstance(labels, (str, bytes)) or not isinstance(labels, Sequence):
         raise ModelError(f"labels={labels!r} is a {type(labels).__name__}; give a list of names, in the outputs' order")
-    if wrong := [label for label in labels if not isinstance(label, str)]:
-        raise ModelError(f"labels: {wrong[0]!r} is a {type(wrong[0]).__name__}; give each name as text")
+    for label in labels:
+        if not isinstance(label, str):
+            raise ModelError(f"labels: {label!r} is a {type(label).__name__}; give each name as text")
+        if not label.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in label):
+            raise ModelError(f"labels: {label!r} holds half of a surrogate pair, which no column of text can")
     return tuple(labels)
 
 
@@ -198,7 +205,8 @@ def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[
     """
     card = read_card(path)
     try:
-        program = _open(path, device)
+        with ONE_AT_A_TIME:
+            program = _open(path, device)
     except torch.OutOfMemoryError:
         raise  # the device is full; the file is not at fault
     except Exception as error:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -110,12 +110,13 @@ def recall(request: dict[str, object]) -> str | None:
 
 
 def remember(request: dict[str, object], sha256: str) -> None:
-    """Note which content a request led to."""
+    """Note which content a request led to. A note only: where it cannot be written, the next call exports again."""
     index = _index(request)
-    index.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=index.parent, delete=False) as file:
-        file.write(sha256)
-    os.replace(file.name, index)
+    with suppress(OSError):
+        index.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=index.parent, delete=False) as file:
+            file.write(sha256)
+        os.replace(file.name, index)
 
 
 def _index(request: dict[str, object]) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml import Transformer
 from pyspark.ml.param import Param
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import DataFrame, is_remote
+from pyspark.sql import DataFrame, SparkSession, is_remote
 from pyspark.sql import functions as F
 
 from gpuml.errors import ParamError, RowError
@@ -135,12 +135,11 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         columns.check_outputs(dataset, {name: column for name, (column, _) in outputs.items()})
         spec = self._spec(field for _, field in outputs.values())
         warn_of_local_gpu_amount(dataset.sparkSession)
-        # At every transform: the same file twice is fine, and a new context has lost it.
-        dataset.sparkSession.addArtifacts(str(store.path_of(spec.model)), file=True)
+        _send(store.path_of(spec.model), dataset.sparkSession)
 
         scored = score_udf(spec, image_struct=source.is_image)
         inputs = [source.column.getField(name) for name in columns.IMAGE_TYPES] if source.is_image else [source.column]
-        struct, row = f"__{self.uid}", f"__{self.uid}_row"
+        struct, row = columns.free_names(dataset, "gpuml_struct", "gpuml_row")
         added = [scored(*inputs).alias(struct)]
         if self.getHandleInvalid() == "error":
             added.append(columns.row_name(dataset, source).alias(row))
@@ -225,6 +224,13 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
     @classmethod
     def read(cls) -> StageReader:
         return StageReader(cls)
+
+
+def _send(path: Path, spark: SparkSession) -> None:
+    """Make a model file known to a session's jobs, at every transform: a new context has lost it."""
+    # The same file twice is fine but for a warning of Spark's, which names what a context has already.
+    if is_remote() or not any(known.endswith(f"/{path.name}") for known in spark.sparkContext.listFiles):
+        spark.addArtifacts(str(path), file=True)
 
 
 def _predict_input(position: int, value: Any) -> Any:

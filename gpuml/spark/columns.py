@@ -91,6 +91,13 @@ def check_distinct(outputs: dict[str, str], same: Any = lambda a, b: a == b) -> 
                 )
 
 
+def free_names(dataset: DataFrame, *names: str) -> list[str]:
+    """Names for temporary columns that no column of the frame has."""
+    while any(_fields(dataset, name) for name in names):
+        names = tuple(f"_{name}" for name in names)
+    return list(names)
+
+
 def _fields(dataset: DataFrame, column: str) -> list[StructField]:
     """The frame's columns that a name can mean."""
     same = _same(dataset)

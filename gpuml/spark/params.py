@@ -63,7 +63,7 @@ def param(name: str, doc: str, converter: Callable[[Any], Any] = TypeConverters.
 class HasModel(HasInputCol):
     """Params of every stage that runs a model file over a column of images."""
 
-    inputCol = param("inputCol", "input column: binary (encoded images), or Spark's image struct (default: content)")
+    inputCol = param("inputCol", "input column: binary (encoded images), or Spark's image struct")
     model = param(
         "model",
         "model source: 'torchvision:<name>', or the path on the driver of a model file (gpuml.save_model); "
@@ -72,51 +72,50 @@ class HasModel(HasInputCol):
     weights = param(
         "weights",
         "for 'torchvision:' models: '' = the zoo's best weights; a weights name; 'none' = random, seeded by the "
-        "model's name; or the path of a state dict (.pth, .safetensors) (default: '')",
+        "model's name; or the path of a state dict (.pth, .safetensors)",
     )
-    batchSize = param("batchSize", "rows per forward pass, from 1 up (default: 64)", at_least("batchSize", 1))
+    batchSize = param("batchSize", "rows per forward pass, from 1 up", at_least("batchSize", 1))
     labels = param(
         "labels",
         "class names, one per output of the model, in order; [] = the model's own; if it has none, a label is the "
-        "index as text (default: [])",
+        "index as text",
         TypeConverters.toListString,
     )
     preprocess = param(
         "preprocess",
         "how an image becomes the model's input: JSON of a gpuml.Preprocess (the setter takes one as it is); '' = the "
-        "model's own (default: '')",
+        "model's own",
         _preprocess_json,
     )
     device = param(
         "device",
-        "'auto' = the task's GPU address, else a visible GPU, else the CPU; 'cuda' = the same but never the CPU; "
-        "'cpu' (default: auto)",
+        "'auto' = the task's GPU address, else a visible GPU, else the CPU; 'cuda' = the same but never the CPU; 'cpu'",
         choice("device", DEVICES),
     )
     dtype = param(
         "dtype",
-        "'float32', or the autocast type 'bfloat16' or 'float16'; scores are float32 always (default: float32)",
+        "'float32', or the autocast type 'bfloat16' or 'float16'; scores are float32 always",
         choice("dtype", DTYPES),
     )
     decodeThreads = param(
         "decodeThreads",
-        "threads that decode images in a task; 0 = as many as the task has cpus (default: 0)",
+        "threads that decode images in a task; 0 = as many as the task has cpus",
         at_least("decodeThreads", 0),
     )
     maxPixels = param(
         "maxPixels",
-        f"images with more pixels are refused from their header (default: {MAX_PIXELS})",
+        "images with more pixels are refused from their header",
         at_least("maxPixels", 1),
     )
     alpha = param(
         "alpha",
-        "what lies under transparent pixels: 'white', 'black', or 'drop' = ignore transparency (default: white)",
+        "what lies under transparent pixels: 'white', 'black', or 'drop' = ignore transparency",
         choice("alpha", ALPHAS),
     )
     handleInvalid = param(
         "handleInvalid",
         "rows that cannot be read, nulls too: 'keep' = null outputs and a reason; 'skip' = drop the row, as a learner "
-        "or an evaluator after this stage needs; 'error' = fail, naming row and reason (default: keep)",
+        "or an evaluator after this stage needs; 'error' = fail, naming row and reason",
         choice("handleInvalid", HANDLE_INVALID),
     )
     errorCol = param(
@@ -126,8 +125,7 @@ class HasModel(HasInputCol):
     )
     deviceCol = param(
         "deviceCol",
-        "output column, string: the device that served the row, e.g. 'cuda:1 (address 3)'; '' = not produced "
-        "(default: '')",
+        "output column, string: the device that served the row, e.g. 'cuda:1 (address 3)'; '' = not produced",
     )
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from pyspark.sql import functions as F
 
 from gpuml.errors import ModelFileError
 from gpuml.models import store
+from gpuml.version import __version__
 
 if TYPE_CHECKING:
     from gpuml.spark.base import ModelStage
@@ -84,11 +85,21 @@ class StageReader(MLReader[Any]):
             name = metadata["class"]
             raise ModelFileError(f"{path} holds a {name}, not a {wanted}; load it with {name.rpartition('.')[2]}.load")
         stage = self.cls()
+        saved = metadata.get("gpuml")
+        if not isinstance(saved, dict) or not {"sha256", "chunks"} <= set(saved) or "uid" not in metadata:
+            raise ModelFileError(
+                f"{path}: the metadata is damaged: it lacks uid, sha256 or chunks; save the stage again"
+            )
+        for name in [*metadata["paramMap"], *metadata["defaultParamMap"]]:
+            if not stage.hasParam(name):
+                raise ModelFileError(
+                    f"{path} was saved with the Param {name!r}, which gpuml {__version__} does not know; upgrade gpuml"
+                )
         stage._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(stage, metadata)
-        sha256, chunks = metadata["gpuml"]["sha256"], metadata["gpuml"]["chunks"]
+        sha256, chunks = saved["sha256"], saved["chunks"]
         if sha256 is not None:
-            if not re.fullmatch("[0-9a-f]{64}", sha256):
+            if not re.fullmatch("[0-9a-f]{64}", str(sha256)) or not isinstance(chunks, int):
                 raise ModelFileError(f"{path}: {sha256!r} is no sha256; the metadata is damaged, save the stage again")
             if not store.holds(sha256):
                 _read_chunks(self.sparkSession, os.path.join(path, "model"), sha256, chunks)

@@ -45,18 +45,12 @@ class ImageClassifier(ModelStage, HasPredictionCol, HasProbabilityCol, HasRawPre
     predictionCol = param("predictionCol", "output column, double: index of the most probable class; '' = not produced")
     predictedLabelCol = param(
         "predictedLabelCol",
-        "output column, string: label of the most probable class; '' = not produced (default: predictedLabel)",
+        "output column, string: label of the most probable class; '' = not produced",
     )
-    probabilityCol = param(
-        "probabilityCol", "output column, Vector: probability of each class; '' = not produced (default: probability)"
-    )
-    rawPredictionCol = param(
-        "rawPredictionCol", "output column, Vector: the model's output itself; '' = not produced (default: '')"
-    )
-    topKCol = param(
-        "topKCol", f"output column, {columns.TOP_K_TYPE}: the most probable classes; '' = not produced (default: '')"
-    )
-    topK = param("topK", "how many classes topKCol holds, from 1 up (default: 5)", at_least("topK", 1))
+    probabilityCol = param("probabilityCol", "output column, Vector: probability of each class; '' = not produced")
+    rawPredictionCol = param("rawPredictionCol", "output column, Vector: the model's output itself; '' = not produced")
+    topKCol = param("topKCol", f"output column, {columns.TOP_K_TYPE}: the most probable classes; '' = not produced")
+    topK = param("topK", "how many classes topKCol holds, from 1 up", at_least("topK", 1))
 
     @keyword_only
     def __init__(

@@ -128,8 +128,12 @@ def decode_struct(
 
 
 def _missing(value: Any) -> bool:
-    """None, or NaN: what pandas makes of None in a column of numbers."""
-    return value is None or (isinstance(value, (float, np.floating)) and value != value)
+    """None, NaN or pandas' NA: what pandas makes of None in a column of numbers, by Spark's settings."""
+    return (
+        value is None
+        or type(value).__name__ == "NAType"
+        or (isinstance(value, (float, np.floating)) and value != value)
+    )
 
 
 def _reason(error: Exception, data: bytes) -> RowError:
