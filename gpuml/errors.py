@@ -5,7 +5,7 @@ GpumlError
 +-- ModelError        (ValueError)    a model source, weights or network cannot be used
 |   +-- ModelFileError                a model file is damaged, of another format, or not safe to open
 +-- DeviceError       (RuntimeError)  the task's device cannot be found or used
-|   +-- DeviceMemoryError             one row alone does not fit into the device's memory
+|   +-- DeviceMemoryError             one row alone, or the network, does not fit into the device's memory
 +-- RowError          (ValueError)    one input that cannot be read; has a kind and a message
 
 Each also subclasses the builtin that a caller would catch.
@@ -35,7 +35,7 @@ class DeviceError(GpumlError, RuntimeError):
 
 
 class DeviceMemoryError(DeviceError):
-    """One row alone does not fit into the device's memory."""
+    """One row alone, or the network itself, does not fit into the device's memory."""
 
 
 #: Why a row has null outputs. The error column holds ``"<kind>: <message>"``.

@@ -445,8 +445,12 @@ def test_every_event_that_the_host_waits_for_lets_its_thread_sleep(monkeypatch):
 # --- parts of a slice on the CPU ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "parts"), [(224, [8, 8, 4]), (112, [20]), (448, [2] * 10), (1000, [1] * 20)])
-def test_a_forward_pass_on_the_cpu_takes_eight_images_of_224_pixels_or_as_many_as_have_those_pixels(size, parts):
+@pytest.mark.parametrize(
+    ("threads", "size", "parts"),
+    [(1, 224, [8, 8, 4]), (2, 224, [16, 4]), (1, 112, [20]), (1, 448, [2] * 10), (1, 1000, [1] * 20)],
+)
+def test_a_forward_pass_on_the_cpu_takes_the_pixels_of_eight_images_per_thread(threads, size, parts, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     taken = []
     runner = build(lambda x: taken.append(len(x)) or mean_colour(x), batch=64, preprocess=Preprocess(size, size))
     pixels = torch.arange(20, dtype=torch.uint8).view(20, 1, 1, 1).expand(20, 3, size, size)

@@ -207,8 +207,8 @@ def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[
     try:
         with ONE_AT_A_TIME:
             program = _open(path, device)
-    except torch.OutOfMemoryError:
-        raise  # the device is full; the file is not at fault
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # the device's trouble; the file is not at fault
     except Exception as error:
         raise ModelFileError(
             f"torch {torch.__version__} cannot read {os.fspath(path)}, written by torch {card.torch}: "

@@ -24,9 +24,10 @@ from gpuml.worker.preprocess import normalise, resize_crop
 
 _log = logging.getLogger("gpuml")
 
-#: Pixels in a forward pass on the CPU: 8 rows of 224x224. glibc maps every block above 32 MiB anew and gives it back at
-#: once, so larger passes spend their time in page faults. 8 rows against 64 (images/s, 2 cores, torch 2.14):
-#: mobilenet_v3_small 526 to 285, efficientnet_b0 81 to 43, resnet18 54 to 44; with one thread 1.9, 1.6, 1.2 times.
+#: Pixels in a forward pass on the CPU, per torch thread: 8 rows of 224x224. glibc maps every block above 32 MiB anew
+#: and gives it back at once, so larger passes lose their time in page faults. How much faster than passes of 64 rows,
+#: with one thread and with two (torch 2.14): mobilenet_v3_small 1.7 and 1.9 times, efficientnet_b0 1.6 and 1.4,
+#: resnet18 1.2 and 1.1. With fewer rows per thread, threads wait for one another more often.
 _CPU_PIXELS = 8 * 224 * 224
 
 
@@ -150,7 +151,7 @@ class Runner:
         """
         start, rows, halved = 0, self.network.batch_limit or len(pixels), False
         if not self._on_cuda:
-            rows = min(rows, max(1, _CPU_PIXELS // pixels[0, 0].numel()))
+            rows = min(rows, max(1, _CPU_PIXELS * torch.get_num_threads() // pixels[0, 0].numel()))
         while start < len(pixels):
             part = pixels[start : start + rows]
             if self._attempt(part, outputs[start : start + rows]):
