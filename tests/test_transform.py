@@ -294,8 +294,6 @@ def test_parquet_with_image_structs_takes_one_evaluation(spark, tmp_path):
 
 def test_a_null_struct_is_one_row_also_with_pandas_own_integers(spark):
     key = "spark.sql.execution.pythonUDF.pandas.preferIntExtensionDtype"
-    if spark.conf.get(key, None) is None:
-        pytest.skip("this Spark has no such setting")
     image = "struct<origin:string,height:int,width:int,nChannels:int,mode:int,data:binary>"
     data = [(None,), (("x", 2, 2, 3, 16, bytes(12)),)]
     frame = spark.createDataFrame(data, f"image {image}").coalesce(1)
