@@ -1,16 +1,20 @@
-"""The cache folder: where it is, and that a hash always leads to whole, equal content."""
+"""The cache folder: where it is, that a hash always leads to whole, equal content, and what leaves it when."""
 
 import hashlib
+import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from conftest import PLAIN, Pooled
 
 import gpuml
 from gpuml import ModelError
-from gpuml.models import store
+from gpuml.models import locks, prune, store
+from gpuml.models.sources import resolve
 
 
 @pytest.fixture
@@ -87,6 +91,12 @@ def test_a_file_of_the_cache_can_be_added_again(cache):
     assert store.path_of(sha256).read_bytes() == b"content"
 
 
+def test_what_is_added_again_leaves_the_whole_file_as_it_is(cache):
+    """Others have read it, or hold it open, which Windows does not allow to be replaced."""
+    before = store.path_of(put(b"content")).stat()
+    assert store.path_of(put(b"content")).stat() == before
+
+
 def test_a_missing_file_names_hash_and_cache_and_what_to_do(cache):
     with pytest.raises(ModelError) as caught:
         store.path_of("ab" * 32)
@@ -135,20 +145,36 @@ print(sha256)
 """
 
 
-def test_processes_that_add_the_same_at_once_leave_one_whole_file(cache):
+def start(script, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(Path(gpuml.__file__).parents[1])}
-    command = [sys.executable, "-c", ADD]
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
-    for process in running:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        sha256 = out.strip()
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def output(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.strip()
+
+
+def test_processes_that_add_the_same_at_once_leave_one_whole_file(cache):
+    (sha256,) = {output(process) for process in [start(ADD) for _ in range(8)]}
     assert [path.name for path in (cache / "models").iterdir()] == [store.file_name(sha256)]
     assert store.hash_of(store.path_of(sha256)) == sha256
     assert len(list((cache / "index").iterdir())) == 1
+
+
+RESOLVE = "import sys; from gpuml.models.sources import resolve; print(resolve(sys.argv[1], '', ['e', 'f', 'g', 'h']))"
+
+
+def test_processes_that_need_the_same_model_at_once_in_an_empty_cache_get_one_file(cache, tmp_path):
+    gpuml.save_model(Pooled(), tmp_path / "net.pt2", preprocess=PLAIN, labels=list("abcd"))
+    (sha256,) = {output(process) for process in [start(RESOLVE, tmp_path / "net.pt2") for _ in range(4)]}
+    assert sorted(path.name for path in cache.iterdir()) == [".lock", "index", "models"]
+    assert [path.name for path in (cache / "models").iterdir()] == [store.file_name(sha256)]
+    assert [path.read_text() for path in (cache / "index").iterdir()] == [sha256]
+    assert store.hash_of(store.path_of(sha256)) == sha256
 
 
 def test_a_cache_that_cannot_be_written_names_the_variable_to_set(tmp_path, monkeypatch):
@@ -164,3 +190,373 @@ def test_an_index_that_cannot_be_written_costs_only_the_note(cache):
     (cache / "index").write_text("")
     store.remember({"zoo": "x"}, "0" * 64)
     assert store.recall({"zoo": "x"}) is None
+
+
+# --- files that are damaged ---------------------------------------------------------------------------------------
+
+
+def damage(path):
+    """Another content of the same length, as a failing disk leaves it."""
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("harm", [damage, lambda path: os.truncate(path, 3), lambda path: os.truncate(path, 0)])
+def test_a_damaged_file_is_deleted_with_a_warning_and_counts_as_absent(cache, caplog, harm):
+    sha256 = put(b"content")
+    store.remember({"a": 1}, sha256)
+    path = store.path_of(sha256)
+    harm(path)
+    found = store.hash_of(path)
+    assert store.recall({"a": 1}) is None
+    assert not path.exists()
+    assert warnings_of(caplog) == [
+        f"{path} is damaged (its sha256 is {found}): it is deleted, and made again when it can be"
+    ]
+    assert not store.holds(sha256)
+    with pytest.raises(ModelError, match="is not in the cache"):
+        store.path_of(sha256)
+    assert put(b"content") == sha256
+    assert store.recall({"a": 1}) == sha256
+
+
+def test_a_damaged_model_file_is_exported_again(cache, tmp_path):
+    gpuml.save_model(Pooled(), tmp_path / "net.pt2", preprocess=PLAIN, labels=list("abcd"))
+    sha256 = resolve(str(tmp_path / "net.pt2"), labels=list("efgh"))
+    damage(store.path_of(sha256))
+    assert resolve(str(tmp_path / "net.pt2"), labels=list("efgh")) == sha256
+    assert store.hash_of(store.path_of(sha256)) == sha256
+
+
+def test_what_is_added_replaces_a_damaged_file(cache):
+    sha256 = put(b"content")
+    damage(store.path_of(sha256))
+    assert put(b"content") == sha256
+    assert store.path_of(sha256).read_bytes() == b"content"
+
+
+def test_a_whole_file_that_another_process_put_there_meanwhile_is_not_deleted(cache, monkeypatch):
+    sha256 = put(b"content")
+    path = store.path_of(sha256)
+    damage(path)
+    read = store.hash_stream
+
+    def replaced_while_read(file):
+        found = read(file)
+        (cache / "new").write_bytes(b"content")
+        os.replace(cache / "new", path)
+        return found
+
+    monkeypatch.setattr(store, "hash_stream", replaced_while_read)
+    assert not store.holds(sha256)
+    monkeypatch.undo()
+    monkeypatch.setenv("GPUML_HOME", str(cache))
+    assert store.path_of(sha256).read_bytes() == b"content"
+
+
+def test_a_damaged_file_that_cannot_be_deleted_counts_as_absent(cache, monkeypatch):
+    sha256 = put(b"content")
+    damage(store.path_of(sha256))
+
+    def refuse(path):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert not store.holds(sha256)
+
+
+def test_content_is_read_once_until_the_file_changes(cache, monkeypatch):
+    sha256 = put(b"content")
+    read, times = store.hash_stream, []
+    monkeypatch.setattr(store, "hash_stream", lambda file: times.append(1) or read(file))
+    for _ in range(3):
+        store.path_of(sha256)
+    assert times == []  # hashed when it was added
+    os.utime(store.path_of(sha256), (1, 1))
+    for _ in range(3):
+        store.path_of(sha256)
+    assert len(times) == 1
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(cache):
+    (cache / "models" / store.file_name("0" * 64)).mkdir(parents=True)
+    with pytest.raises(ModelError, match=rf"gpuml-{'0' * 64}\.pt2 cannot be read \(Is a directory\); delete it"):
+        store.path_of("0" * 64)
+
+
+# --- files in use -------------------------------------------------------------------------------------------------
+
+
+def give_back():
+    """As if this process had ended."""
+    for path in list(store._kept):
+        store._let_go(path)
+
+
+def aged(path, days):
+    then = time.time() - days * 86400
+    os.utime(path, (then, then))
+    return path
+
+
+def old(content, days):
+    """A file in the cache that no process uses, and that none has used for some days."""
+    sha256 = put(content)
+    give_back()
+    return aged(store.home() / "models" / store.file_name(sha256), days)
+
+
+HOLD = """
+import sys
+from gpuml.models import store
+print(store.path_of(sys.argv[1]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_file_is_spared_as_long_as_a_process_that_was_given_it_lives(cache):
+    path, other = old(b"content", 9), old(b"other", 9)
+    holder = start(HOLD, hashlib.sha256(b"content").hexdigest())
+    assert holder.stdout.readline().strip() == str(path)
+    deleted, spared = prune.prune(max_bytes=0)
+    assert [entry.path for entry in deleted] == [other]
+    assert [(entry.path, entry.in_use) for entry in spared] == [(path, True)]
+    assert path.exists()
+    holder.kill()
+    holder.communicate()
+    assert [entry.path for entry in prune.prune(max_bytes=0)[0]] == [path]
+    assert not path.exists()
+
+
+def test_what_this_process_was_given_added_or_recalled_is_in_use(cache):
+    sha256 = put(b"content")
+    store.remember({"a": 1}, sha256)
+    for given in (lambda: put(b"content"), lambda: store.path_of(sha256), lambda: store.recall({"a": 1})):
+        give_back()
+        assert [entry.in_use for entry in prune.entries()] == [False]
+        given()
+        assert [entry.in_use for entry in prune.entries()] == [True]
+        assert prune.prune(max_bytes=0) == ([], prune.entries())
+
+
+TAKE = """
+import os, sys, time
+from gpuml.models import store
+until = time.monotonic() + 1.5
+number = 0
+while time.monotonic() < until:
+    number += 1
+    with store.incoming() as path:
+        path.write_bytes(f"{os.getpid()} {number % 5}".encode())
+        sha256 = store.add(path)
+    for path in list(store._kept):
+        store._let_go(path)
+    if store.holds(sha256):
+        time.sleep(0.001)
+        assert store.path_of(sha256).read_bytes(), "deleted while in use"
+print(number)
+"""
+
+
+def test_no_file_is_deleted_between_being_found_and_being_used(cache):
+    """The lock that a reader takes and the question whether a file is in use never interleave."""
+    running = [start(TAKE), start(TAKE)]
+    deleted = 0
+    while any(process.poll() is None for process in running):
+        deleted += len(prune.prune(max_bytes=0)[0])
+    rounds = [int(output(process)) for process in running]
+    assert min(rounds) > 20
+    assert deleted > 20
+
+
+def test_the_last_use_is_noted_once_an_hour(cache):
+    path = old(b"content", 9)
+    store.holds(hashlib.sha256(b"content").hexdigest())
+    first = path.stat().st_mtime
+    assert time.time() - first < 60
+    half_an_hour_ago = first - 1800
+    os.utime(path, (half_an_hour_ago, half_an_hour_ago))
+    store.holds(hashlib.sha256(b"content").hexdigest())
+    assert path.stat().st_mtime == pytest.approx(half_an_hour_ago, abs=1e-3)
+
+
+def test_noting_the_last_use_costs_this_process_no_second_reading(cache, monkeypatch):
+    path = old(b"content", 9)
+    read, times = store.hash_stream, []
+    monkeypatch.setattr(store, "hash_stream", lambda file: times.append(1) or read(file))
+    for _ in range(3):
+        assert store.path_of(hashlib.sha256(b"content").hexdigest()) == path
+    assert len(times) == 1
+
+
+def test_where_nothing_can_be_locked_or_noted_files_are_given_all_the_same(cache, monkeypatch):
+    path = old(b"content", 9)
+
+    def refuse(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(os, "utime", refuse)
+    assert store.path_of(hashlib.sha256(b"content").hexdigest()) == path
+    with locks.exclusive(cache / ".lock") as alone:
+        assert not alone
+    with locks.exclusive(cache / "no" / "folder") as alone:
+        assert not alone
+    assert [entry.in_use for entry in prune.entries()] == [False]
+    assert put(b"other")
+
+
+def test_a_lock_file_that_is_deleted_while_another_waits_keeps_no_two_in(cache):
+    cache.mkdir()
+    with locks.exclusive(cache / "one") as alone:
+        assert alone
+        waiter = start(
+            "import sys; from pathlib import Path; from gpuml.models.locks import exclusive, in_use\n"
+            "print(flush=True)\n"
+            "with exclusive(Path(sys.argv[1])): print(in_use(Path(sys.argv[1])))",
+            cache / "one",
+        )
+        waiter.stdout.readline()
+        time.sleep(0.3)
+        (cache / "one").unlink()
+    assert output(waiter) == "True"  # it holds the file that is there now
+
+
+def test_only_so_many_files_are_held_and_no_child_inherits_them(cache):
+    for number in range(store._MOST_KEPT + 3):
+        put(str(number).encode())
+    assert len(store._kept) == store._MOST_KEPT
+    in_use = {entry.sha256: entry.in_use for entry in prune.entries()}
+    assert [in_use[hashlib.sha256(str(number).encode()).hexdigest()] for number in (2, 3)] == [False, True]
+    assert not any(os.get_inheritable(descriptor) for descriptor, _ in store._kept.values())
+    give_back()
+
+
+# --- less of it ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(cache):
+    """Files of 100, 200 and 300 bytes, unused for 30, 20 and 10 days."""
+    give_back()
+    return [old(bytes([size]) * size, days) for size, days in ((100, 30), (200, 20), (250, 10))]
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"),
+    [
+        ({"max_bytes": 0}, []),
+        ({"max_bytes": 549}, [1, 2]),
+        ({"max_bytes": 550}, [0, 1, 2]),
+        ({"max_bytes": 449}, [2]),
+        ({"older_than_seconds": 15 * 86400}, [2]),
+        ({"older_than_seconds": 31 * 86400}, [0, 1, 2]),
+        ({"older_than_seconds": 25 * 86400, "max_bytes": 250}, [2]),
+        ({}, [0, 1, 2]),
+    ],
+)
+def test_the_least_recently_used_go_first(three, limits, left):
+    before = prune.entries()
+    assert [(entry.path, entry.bytes) for entry in before] == list(zip(three, (100, 200, 250), strict=True))
+    kept = [three[number] for number in left]
+    gone = [entry for entry in before if entry.path not in kept]
+    assert prune.prune(**limits, dry_run=True) == (gone, [])
+    assert [path for path in three if path.exists()] == three
+    assert prune.prune(**limits) == (gone, [])
+    assert [path for path in three if path.exists()] == kept
+
+
+def test_what_is_in_use_still_counts_against_the_size(three):
+    store.holds(hashlib.sha256(b"d" * 100).hexdigest())  # the first
+    aged(three[0], 30)
+    deleted, spared = prune.prune(max_bytes=400)
+    assert ([entry.path for entry in deleted], [entry.path for entry in spared]) == ([three[1]], [three[0]])
+
+
+def test_notes_that_lead_nowhere_go_with_the_files(cache):
+    keys = [put(b"one"), put(b"two")]
+    for key in keys:
+        store.remember({"a": key}, key)
+    give_back()
+    aged(store.home() / "models" / store.file_name(keys[0]), 9)
+    (cache / "index" / ("0" * 64)).write_bytes(b"\xff\xfe")
+    (cache / "index" / "being written").write_text("")
+    prune.prune(older_than_seconds=86400, dry_run=True)
+    assert len(list((cache / "index").iterdir())) == 4
+    prune.prune(older_than_seconds=86400)
+    assert [store.recall({"a": key}) for key in keys] == [None, keys[1]]
+    assert len(list((cache / "index").iterdir())) == 2
+    aged(cache / "index" / "being written", 2)
+    prune.prune()
+    assert len(list((cache / "index").iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", [".incoming-x", ".gpuml-x"])
+def test_exports_that_a_dead_process_left_go_after_a_day(cache, name):
+    for days, left in ((0.9, True), (1.1, False)):
+        folder = cache / "models" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.pt2").write_bytes(b"half")
+        prune.prune()
+        assert folder.exists()
+        aged(folder, days)
+        prune.prune()
+        assert folder.exists() == left
+
+
+def test_downloads_are_pruned_as_model_files_are_and_their_notes_go_along(cache):
+    folder = cache / "downloads"
+    folder.mkdir(parents=True)
+    gone, kept = (folder / f"{key * 32}-{key * 64}{suffix}" for key, suffix in (("a", ".zip"), ("b", "")))
+    for path, days in ((gone, 9), (kept, 1)):
+        path.write_bytes(b"x" * 10)
+        path.with_name(f"{path.name[:32]}.json").write_text("{}")
+        aged(path, days)
+    deleted, _ = prune.prune(older_than_seconds=5 * 86400)
+    assert [(entry.path, entry.is_download, entry.sha256) for entry in deleted] == [(gone, True, "a" * 64)]
+    assert sorted(path.name for path in folder.iterdir()) == [kept.name, "b" * 32 + ".json"]
+
+
+def test_parts_of_downloads_go_after_a_day_but_not_while_one_runs(cache):
+    folder = cache / "downloads"
+    folder.mkdir(parents=True)
+    old_parts = [folder / f"{key * 32}{suffix}" for key in "ab" for suffix in (".lock", ".part", ".part.json")]
+    new_part = folder / ("c" * 32 + ".part")
+    for path in [*old_parts, new_part]:
+        path.write_text("")
+    for path in old_parts:
+        aged(path, 2)
+    with locks.exclusive(folder / ("a" * 32 + ".lock")):
+        prune.prune()
+        assert sorted(folder.iterdir()) == [*old_parts[:3], new_part]
+    prune.prune()
+    assert list(folder.iterdir()) == [new_part]
+
+
+def test_what_is_not_ours_stays(cache):
+    strangers = [cache / "models" / "notes.txt", cache / "models" / "gpuml-xyz.pt2", cache / "file"]
+    (cache / "models").mkdir(parents=True)
+    for path in strangers:
+        path.write_text("mine")
+        aged(path, 99)
+    assert prune.prune(max_bytes=0) == ([], [])
+    assert all(path.exists() for path in strangers)
+
+
+def test_a_file_that_cannot_be_deleted_is_named(three, monkeypatch):
+    def refuse(path, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ModelError, match=r"\.pt2 cannot be deleted \(Permission denied\)"):
+        prune.prune(max_bytes=0)
+
+
+def test_pruning_no_cache_makes_none(cache):
+    assert prune.prune(max_bytes=0) == ([], [])
+    assert prune.entries() == []
+    assert not cache.exists()
