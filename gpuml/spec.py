@@ -16,6 +16,9 @@ ACTIVATIONS = ("softmax", "sigmoid", "none")
 #: No NaN, no infinity, no integer beyond a float lies within it (`math.isfinite` fails on the last).
 _FLOAT_MAX = sys.float_info.max
 
+#: What begins the one kind of model source that has no model file: a function that each worker imports and calls.
+PYTHON = "python:"
+
 #: Where Pillow itself refuses to open an image: twice its Image.MAX_IMAGE_PIXELS.
 MAX_PIXELS = 178956970
 
@@ -65,7 +68,10 @@ class Preprocess:
             height, width = _pair(crop)
             most = _pair(resize)
             if height > most[0] or width > most[1]:
-                raise ValueError(f"Preprocess: crop={crop} does not fit into resize={resize}; make resize larger")
+                raise ValueError(
+                    f"Preprocess: crop={crop} does not fit into resize={resize}; make resize larger or crop smaller, "
+                    f"or give crop=None with resize=(height, width)"
+                )
         if self.interpolation not in INTERPOLATIONS:
             raise ValueError(f"Preprocess: interpolation={self.interpolation!r} is none of {', '.join(INTERPOLATIONS)}")
         if not isinstance(self.antialias, bool):
@@ -118,7 +124,7 @@ class Spec:
 
     Parameters
     ----------
-    model : sha256 of the model file, 64 hexadecimal digits.
+    model : sha256 of the model file, 64 hexadecimal digits; or ``python:package.module:function``.
     batch_size : rows per forward pass.
     device : ``"auto"``, ``"cuda"`` or ``"cpu"``.
     dtype : ``"float32"``, or the autocast type ``"bfloat16"`` or ``"float16"``.
@@ -127,6 +133,7 @@ class Spec:
     alpha : transparency over ``"white"``, over ``"black"``, or ``"drop"``.
     outputs : names of the output fields to produce (see `gpuml.worker.outputs`).
     top_k : how many labels in the top-k output.
+    labels, preprocess : of a ``python:`` model alone, which has no card.
     """
 
     model: str
@@ -138,6 +145,8 @@ class Spec:
     alpha: str = "white"
     outputs: tuple[str, ...] = ()
     top_k: int = 5
+    labels: tuple[str, ...] = ()
+    preprocess: Preprocess | None = None
 
 
 def _lengths(name: str, value: Any) -> int | tuple[int, int]:

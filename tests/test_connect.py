@@ -90,7 +90,7 @@ def test_the_core_of_the_suite_holds_over_connect(tmp_path):
 
 
 BIG = """
-import sys, torch
+import os, sys, torch
 from conftest import PLAIN, encoded
 from pyspark.sql import SparkSession
 from gpuml import ImageClassifier, save_model
@@ -115,16 +115,22 @@ assert size > 350 << 20, size
 frame = spark.createDataFrame([(encoded(0),)], "content binary")
 wanted = stage.transform(frame).collect()
 stage.write().overwrite().save(folder + "/big")
-store.path_of(stage._held).unlink()
+os.rename(store.path_of(stage._held), folder + "/net.pt2")
 loaded = ImageClassifier.load(folder + "/big")
 assert loaded.transform(frame).collect() == wanted
 print("SAVED AND LOADED", size >> 20, "MiB")
+
+store.path_of(stage._held).unlink()
+spark.conf.set("fs.viewfs.mounttable.gpumltest.link./models", "file:" + folder)
+assert ImageClassifier(model="viewfs://gpumltest/models/net.pt2").transform(frame).collect() == wanted
+print("READ THROUGH SPARK", size >> 20, "MiB")
 """
 
 
 @pytest.mark.connect
 @pytest.mark.parametrize("kind", ["classic", "connect"])
-def test_a_model_of_350_mb_saves_and_loads_with_the_default_driver_memory(tmp_path, kind):
+def test_a_model_of_350_mb_goes_both_ways_with_the_default_driver_memory(tmp_path, kind):
     home = tmp_path / "home"
     out = run(BIG, tmp_path, kind, GPUML_HOME=str(home))
     assert "SAVED AND LOADED" in out
+    assert "READ THROUGH SPARK" in out

@@ -343,7 +343,7 @@ def test_a_rewritten_file_is_checked_at_its_new_size(tmp_path):
 
     save_model(trace(Last().eval()), tmp_path / "a", preprocess=Preprocess(resize=16, crop=16))
     assert read_card(tmp_path / "a").memory_format == "channels_last"
-    rewrite(tmp_path / "a", tmp_path / "b", Card(PLAIN, 4))
+    rewrite(tmp_path / "a", tmp_path / "b", preprocess=PLAIN)
     assert read_card(tmp_path / "b").memory_format == "contiguous"
 
 
@@ -369,7 +369,7 @@ def test_autocast_regions_go_to_the_device_of_the_network(tmp_path):
     save_model(Precise(), tmp_path / "net.pt2", preprocess=PLAIN)
     regions = {"cpu": [], "meta": []}
     for device, found in regions.items():
-        for part in _open(tmp_path / "net.pt2", torch.device(device)).module().modules():
+        for part in _open(tmp_path / "net.pt2", "export", torch.device(device)).module().modules():
             for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
                 if node.target is torch.ops.higher_order.wrap_with_autocast:
                     found.append(node.args[0])
@@ -497,7 +497,7 @@ def test_no_sample_inputs_are_in_the_file(pooled_file):
 def test_a_rewritten_card_keeps_the_network_and_hashes_equally_each_time(tmp_path, pooled_file):
     card = Card(PLAIN, 4, tuple("abcd"))
     for name in ("a", "b"):
-        rewrite(pooled_file, tmp_path / name, card)
+        rewrite(pooled_file, tmp_path / name, labels=card.labels)
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
     forward, found = load(tmp_path / "a", CPU)
     assert found == card
@@ -531,7 +531,7 @@ MINUS_INFINITY = torch.tensor([[float("-inf")]])
         (lambda x: x if x.sum() > 0 else -x, "data-dependent"),
         (lambda x: nn.functional.dropout(x, 0.5, training=True), "is it random"),
         (lambda x: x + torch.randn(3), "is it random"),
-        (lambda x: x @ torch.ones(4, 2), "cannot export Function.* mat1 and mat2|a and b must have same reduction"),
+        (lambda x: x @ torch.ones(4, 2), "Function fails on .* mat1 and mat2"),
         (lambda x: 1 / 0, "ZeroDivisionError"),
     ],
 )
@@ -680,7 +680,7 @@ def test_traces_that_depend_on_their_batch_are_refused(tmp_path, net, reason):
 def test_a_rewritten_card_keeps_the_torchscript_network(tmp_path):
     save_model(script(Pooled()), tmp_path / "a", preprocess=PLAIN)
     card = Card(Preprocess(resize=48, crop=48), 4, tuple("abcd"))  # it takes any size
-    rewrite(tmp_path / "a", tmp_path / "b", card)
+    rewrite(tmp_path / "a", tmp_path / "b", labels=card.labels, preprocess=card.preprocess)
     forward, found = load(tmp_path / "b", CPU)
     assert found == card
     with torch.inference_mode():
@@ -750,8 +750,8 @@ def test_cards_that_are_no_json_object_are_refused_naming_the_file(tmp_path, poo
 
 def test_a_width_that_is_not_the_networks_is_found_before_it_serves(tmp_path, pooled_file):
     path = with_card(pooled_file, tmp_path / "net.pt2", width=5)
-    with pytest.raises(ModelError, match="4 outputs, not 5"):
-        rewrite(path, tmp_path / "other.pt2", Card(PLAIN, 5, tuple("abcde")))
+    with pytest.raises(ModelError, match="4 outputs, its card says 5"):
+        rewrite(path, tmp_path / "other.pt2", labels=tuple("abcde"))
     assert not (tmp_path / "other.pt2").exists()
 
 

@@ -78,6 +78,10 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def script(net: nn.Module, path: Path) -> Path:
     with quiet():
+        # As in a new process: a class that was scripted before gets a numbered name, and its code another place.
+        torch._C._jit_clear_class_registry()
+        torch.jit._state._clear_class_state()
+        torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
         torch.jit.save(torch.jit.script(net.eval()), path, _extra_files={"gpuml.json": "{}"})
     return path
 

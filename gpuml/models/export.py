@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
+from torch.jit._trace import TracerWarning
 
 from gpuml.errors import ModelError
 
@@ -67,25 +69,47 @@ def evaluation_copy(net: nn.Module) -> nn.Module:
     return module
 
 
-def export(module: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram:
-    """The program of a module, for float32 inputs of shape (batch, 3, *size) with any number of rows.
+def program_of(module: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram | torch.jit.ScriptModule:
+    """A module that was copied for export -> what can be written: exported, else scripted, else traced.
 
     Raises
     ------
     ModelError
-        It cannot be exported.
+        It fails on an input, or none of the three takes it; the message quotes what each said.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    rows = sample_rows(size, 2)
+    try:
+        with torch.no_grad():
+            module(rows)
+    except Exception as error:
+        raise ModelError(
+            f"{type(module).__name__} fails on float32 inputs of shape (batch, 3, {size[0]}, {size[1]}): "
+            f"{telling_lines(error)}. Images have 3 channels, and the preprocess says their size"
+        ) from error
+    refusals = []
+    for how, make in (("torch.export", export), ("torch.jit.script", _script), ("torch.jit.trace", _trace)):
+        try:
+            program = make(module, size)
+            if make is not export:  # which sees by itself what holds for one number of rows alone
+                checked_width(program, module, size)
+            return program
+        except Exception as error:  # of nearly any type
+            refusals.append(f"{how} refuses it ({telling_lines(error)})")
+    raise ModelError(
+        f"{type(module).__name__} cannot become a file: {'; '.join(refusals)}. Let forward() take one tensor, with no "
+        f"branch on its values and no fixed batch size (len(x) fixes it, x.shape[0] does not); or leave it as code "
+        f"that each worker imports: model='python:your.module:function_that_returns_the_network'"
+    )
+
+
+def export(module: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram:
+    """The program of a module, for float32 inputs of shape (batch, 3, *size) with any number of rows."""
     sample = sample_rows(size, 2)  # two: a batch of one makes the export specialise on it
     shapes = torch.export.ShapesCollection()  # by tensor, so that forward(*inputs) fits too: DataParallel, compiled
     shapes[sample] = {0: torch.export.Dim("batch")}
-    try:
-        program = torch.export.export(module, (sample,), dynamic_shapes=shapes)
-    except Exception as error:
-        raise ModelError(
-            f"torch.export cannot export {type(module).__name__} for inputs of shape (batch, 3, {size[0]}, {size[1]}): "
-            f"{telling_lines(error)}. Let forward() take that one tensor, with no branch on its values and no fixed "
-            f"batch size (len(x) fixes it, x.shape[0] does not); or pass torch.jit.script(net)."
-        ) from error
+    program = torch.export.export(module, (sample,), dynamic_shapes=shapes)
     program.example_inputs = None  # they are pickled into the file otherwise
     for part in graphs(program):
         for node in part.graph.nodes:
@@ -94,21 +118,52 @@ def export(module: nn.Module, size: tuple[int, int]) -> torch.export.ExportedPro
     return program
 
 
+def _script(module: nn.Module, size: tuple[int, int]) -> torch.jit.ScriptModule:
+    scripted: torch.jit.ScriptModule = jit("script", module)
+    return scripted
+
+
+def _trace(module: nn.Module, size: tuple[int, int]) -> torch.jit.ScriptModule:
+    """A trace, if torch saw nothing in it that another input would do otherwise: a branch traced is a branch lost."""
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        traced: torch.jit.ScriptModule = jit("trace", module, sample_rows(size, 2), check_trace=False)
+    for warning in caught:
+        if issubclass(warning.category, TracerWarning):
+            raise ModelError(str(warning.message))
+    return traced
+
+
+def jit(function: str, *args: Any, **kwargs: Any) -> Any:
+    """Call torch.jit, which warns at every call since 2.9 that it is deprecated: exactly that is silenced."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is (deprecated|not supported)")
+        return getattr(torch.jit, function)(*args, **kwargs)
+
+
 def graphs(program: torch.export.ExportedProgram) -> Iterator[torch.fx.GraphModule]:
     """The graph of a program and those within it: the bodies of its regions."""
     return (part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule))
 
 
-def checked_width(exported: Callable[[Tensor], Any], module: nn.Module, size: tuple[int, int]) -> int:
+def checked_width(
+    exported: Callable[[Tensor], Any],
+    module: Callable[[Tensor], Any],
+    size: tuple[int, int],
+    device: torch.device | str = "cpu",
+    name: str = "",
+) -> int:
     """Columns of the output, once the exported network was seen to do what the module does, row by row.
+
+    `name` is what messages call it: the module's class unless given.
 
     Raises
     ------
     ModelError
         It does something else, mixes the rows of a batch, or gives anything but float (batch, width).
     """
-    name = type(module).__name__
-    rows = sample_rows(size, 3)
+    name = name or type(module).__name__
+    rows = sample_rows(size, 3).to(device)
     with torch.inference_mode():
         try:
             output = exported(rows)
@@ -116,7 +171,8 @@ def checked_width(exported: Callable[[Tensor], Any], module: nn.Module, size: tu
             eager = [(output, module(rows)), (singles[0], module(rows[:1]))] if exported is not module else []
         except Exception as error:
             raise ModelError(
-                f"{name} fails on 3 inputs, or on one, of {size} pixels: {telling_lines(error)}"
+                f"{name} fails on 3 inputs, or on one, of shape (3, {size[0]}, {size[1]}): {telling_lines(error)}. Was "
+                f"it made for inputs of another size, or for one number of rows?"
             ) from error
         for given, count in [(output, 3)] + [(single, 1) for single in singles]:
             if not isinstance(given, Tensor) or not given.is_floating_point() or given.ndim != 2 or len(given) != count:
@@ -134,17 +190,17 @@ def checked_width(exported: Callable[[Tensor], Any], module: nn.Module, size: tu
         if not all(_close(output[i : i + 1], single) for i, single in enumerate(singles)):
             raise ModelError(
                 f"{name} mixes the rows of a batch: row i alone gives another output than row i among others, so "
-                f"results would depend on batchSize; remove what reads across dimension 0"
+                f"results would depend on batchSize; remove what reads across dimension 0 (as BatchNorm in training)"
             )
     return int(output.shape[1])
 
 
-def memory_format(network: nn.Module, size: tuple[int, int]) -> str:
+def memory_format(network: nn.Module, size: tuple[int, int], device: torch.device | str = "cpu") -> str:
     """The memory that weights and rows may lie in: ``"channels_last"``, or ``"contiguous"`` where that alone will do.
 
     A graph may hold a view(), which fails on other memory, or an as_strided(), which takes other pixels from it.
     """
-    rows = sample_rows(size, 3)
+    rows = sample_rows(size, 3).to(device)
     batches = (rows, rows[:1])
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]

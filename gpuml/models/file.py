@@ -25,11 +25,11 @@ from gpuml.models.export import (
     ONE_AT_A_TIME,
     checked_width,
     evaluation_copy,
-    export,
+    jit,
     memory_format,
     moved,
     plain_torch,
-    sample_rows,
+    program_of,
     telling_lines,
     to_channels_last,
 )
@@ -132,7 +132,7 @@ def save_model(
     """Write a network as a model file, for a stage's ``model`` Param.
 
     The network is exported as a copy, on the CPU and in evaluation mode; `net` itself stays as it is. A
-    ``torch.jit.ScriptModule`` is written as TorchScript.
+    ``torch.jit.ScriptModule``, and a network that ``torch.export`` refuses, is written as TorchScript.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def save_model(
     names = checked_labels(labels)
     with plain_torch():
         module = evaluation_copy(net)
-        program = module if isinstance(module, torch.jit.ScriptModule) else export(module, preprocess.size)
+        program = program_of(module, preprocess.size)
         network = _callable(program)
         width = checked_width(network, module, preprocess.size)
         card = Card(preprocess, width, names, activation, memory_format(network, preprocess.size))
@@ -178,21 +178,12 @@ def read_card(path: str | os.PathLike[str]) -> Card:
     ModelFileError
         The file is no model file, is damaged, or is not safe to open.
     """
-    try:
-        check_archive(path)
-    except ModelFileError as error:
-        # A newer torch's file is refused for what this torch does not know.
-        raise ModelFileError(f"{error}{_written_by(path)}") from error
-    text = _card_text(path)
-    if text is None:
-        raise ModelFileError(
-            f"{os.fspath(path)} has no {CARD} inside, so its labels and preprocessing are unknown; "
-            f"write it with gpuml.save_model(net, path, labels=..., preprocess=...)"
-        )
-    try:
-        return Card.from_json(text)
-    except ModelFileError as error:
-        raise ModelFileError(f"{os.fspath(path)}: {error}") from error
+    return _of_ours(path)[1]
+
+
+def find_card(path: str | os.PathLike[str]) -> Card | None:
+    """`read_card`, but None for a safe archive of torch's that has no card of ours."""
+    return _checked(path)[1]
 
 
 def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[Tensor], Tensor], Card]:
@@ -203,10 +194,10 @@ def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[
     ModelFileError
         The file is no model file, is damaged, is not safe to open, or is of a newer torch.
     """
-    card = read_card(path)
+    kind, card = _of_ours(path)
     try:
         with ONE_AT_A_TIME:
-            program = _open(path, device)
+            program = _open(path, kind, device)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # the device's trouble; the file is not at fault
     except Exception as error:
@@ -218,6 +209,31 @@ def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[
     if card.memory_format == "channels_last":
         to_channels_last(network)
     return network, card
+
+
+def _of_ours(path: str | os.PathLike[str]) -> tuple[str, Card]:
+    """Kind and card of a model file."""
+    kind, card = _checked(path)
+    if card is None:
+        raise ModelFileError(
+            f"{os.fspath(path)} has no {CARD} inside, so its labels and preprocessing are unknown; "
+            f"write it with gpuml.save_model(net, path, labels=..., preprocess=...)"
+        )
+    return kind, card
+
+
+def _checked(path: str | os.PathLike[str]) -> tuple[str, Card | None]:
+    """The kind of an archive, as `check_archive` has it, and its card if it has one."""
+    try:
+        kind = check_archive(path)
+    except ModelFileError as error:
+        # A newer torch's file is refused for what this torch does not know.
+        raise ModelFileError(f"{error}{_written_by(path)}") from error
+    text = _card_text(path)
+    try:
+        return kind, None if text is None else Card.from_json(text)
+    except ModelFileError as error:
+        raise ModelFileError(f"{os.fspath(path)}: {error}") from error
 
 
 def _card_text(path: str | os.PathLike[str]) -> bytes | None:
@@ -237,31 +253,53 @@ def _written_by(path: str | os.PathLike[str]) -> str:
     )
 
 
-def rewrite(source: str | os.PathLike[str], path: str | os.PathLike[str], card: Card) -> None:
-    """Write the network of one model file into another, under another card.
+def rewrite(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    labels: Sequence[str] = (),
+    preprocess: Preprocess | None = None,
+) -> None:
+    """Write the network of an archive as a model file; what is not given is as in the archive's own card.
+
+    Parameters
+    ----------
+    source : a model file, or one of ``torch.export.save`` or ``torch.jit.save`` with no card of ours.
+    path : the model file to write.
 
     Raises
     ------
     ModelError
-        The network does not take inputs of the size of the card's preprocess, or not with that width.
+        The network does not take inputs of the size of the preprocess, mixes rows, has a fixed batch, gives anything
+        but (batch, classes), or does not fit the labels; or there is no preprocess.
     """
-    size = card.preprocess.size
+    kind, card = _checked(source)
+    if preprocess is None and card is None:
+        raise ModelError(
+            f"{os.fspath(source)} does not say how an image becomes its input: give preprocess=, for example "
+            f"Preprocess() if it was trained on ImageNet as torchvision's networks are"
+        )
+    chosen = preprocess or card.preprocess  # type: ignore[union-attr]
     with plain_torch():
-        program = _open(source, torch.device("cpu"))
+        program = _open(source, kind, torch.device("cpu"))
+        if kind == "torchscript":
+            program = program.float().eval()
         network = _callable(program)
-        try:
-            with torch.inference_mode():
-                output = network(sample_rows(size, 2))
-        except Exception as error:
-            raise ModelError(
-                f"the network of {os.fspath(source)} does not take inputs of {size[0]}x{size[1]} pixels "
-                f"({telling_lines(error)}); give a preprocess of the size that it was saved for, or save it again"
-            ) from error
-        if output.shape[1] != card.width:
-            raise ModelError(f"the network of {os.fspath(source)} has {output.shape[1]} outputs, not {card.width}")
-        if card.memory_format == "channels_last":  # at another size it may not be
-            card = replace(card, memory_format=memory_format(network, size))
-        _write(program, Path(path), card)
+        width = checked_width(network, network, chosen.size, name=f"the network of {os.fspath(source)}")
+        if card is not None and width != card.width:
+            raise ModelError(f"the network of {os.fspath(source)} has {width} outputs, its card says {card.width}")
+        if card is None:
+            card = Card(chosen, width, tuple(labels))
+        # memory_format: at another size it may be another one
+        new = replace(
+            card,
+            preprocess=chosen,
+            labels=tuple(labels) or card.labels,
+            memory_format=memory_format(network, chosen.size),
+            gpuml=__version__,
+            torch=torch.__version__,
+        )
+        _write(program, Path(path), new)
 
 
 def _write(program: Any, path: Path, card: Card) -> None:
@@ -270,7 +308,7 @@ def _write(program: Any, path: Path, card: Card) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gpuml-") as folder:
         file = os.path.join(folder, "model.pt2")
         if isinstance(program, torch.jit.ScriptModule):
-            _jit("save", program, file, _extra_files={CARD: card.to_json()})
+            jit("save", program, file, _extra_files={CARD: card.to_json()})
         else:
             torch.export.save(program, file, extra_files={CARD: card.to_json()})
         try:
@@ -289,19 +327,12 @@ def _callable(program: Any) -> nn.Module:
     return module
 
 
-def _open(path: str | os.PathLike[str], device: torch.device) -> Any:
-    """A checked archive -> an exported program or a script module, on the device with its constants."""
-    if check_archive(path) == "torchscript":
-        return _jit("load", os.fspath(path), map_location=device)
+def _open(path: str | os.PathLike[str], kind: str, device: torch.device) -> Any:
+    """A checked archive of a kind -> an exported program or a script module, on the device with its constants."""
+    if kind == "torchscript":
+        return jit("load", os.fspath(path), map_location=device)
     with warnings.catch_warnings():
         # torch 2.9 reads weights as Python bytes, and warns once that those are not for writing.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         program = torch.export.load(path)
     return program if device.type == "cpu" else moved(program, device)
-
-
-def _jit(function: str, *args: Any, **kwargs: Any) -> Any:
-    """Call torch.jit, which warns at every call since 2.9 that it is deprecated: exactly that is silenced."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is (deprecated|not supported)")
-        return getattr(torch.jit, function)(*args, **kwargs)

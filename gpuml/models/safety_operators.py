@@ -13,6 +13,7 @@ import functools
 import re
 
 import torch
+import torchvision  # noqa: F401  # registers its operators
 
 #: Argument types that are more than data: memory, streams, other processes, C++ objects, the random state.
 _NOT_DATA = re.compile(r"\b(Storage|Stream|Future|RRef|torch\.classes)\b|^Generator$")
@@ -71,9 +72,16 @@ def refuse_target(target: str) -> str | None:
         return None
     # Exactly three parts: torch walks any dotted path by attribute, so "torch.hub.load" would be found as well.
     parts = re.fullmatch(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", target, re.ASCII)
-    if parts is None or parts[3].startswith("_"):
+    if parts is None or parts[3] not in _overloads(parts[1], parts[2]):
         return f"it calls {target[:200]!r}, which is no operator that gpuml knows"
     return refuse_operator(parts[1], parts[2])
+
+
+@functools.cache
+def _overloads(namespace: str, name: str) -> frozenset[str]:
+    """The overloads of an operator: any other attribute of it, such as ``decompose``, is Python of torch's own."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"{namespace}::{name}")
+    return frozenset(schema.overload_name or "default" for schema in schemas)
 
 
 @functools.cache

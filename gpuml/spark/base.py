@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from pyspark.ml import Transformer
 from pyspark.ml.param import Param
@@ -17,10 +19,11 @@ from gpuml.errors import ParamError, RowError
 from gpuml.models import store
 from gpuml.spark import columns
 from gpuml.spark.conf import warn_of_local_gpu_amount
+from gpuml.spark.fetch import is_spark_url, local_copy
 from gpuml.spark.params import MODEL_PARAMS, HasModel
 from gpuml.spark.persistence import StageReader, StageWriter
 from gpuml.spark.udf import score_udf
-from gpuml.spec import Preprocess, Spec
+from gpuml.spec import PYTHON, Preprocess, Spec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,6 +37,9 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
 
     #: sha256 of the model file that this stage holds; None until it is first needed.
     _held: str | None = None
+
+    #: Where the stage was loaded from, while its `model` is what was saved there.
+    _loaded_from: str | None = None
 
     def _output_columns(self) -> dict[str, tuple[str, str]]:
         """Param name -> (column name, the struct's field it is made from), in output order; without the empty names."""
@@ -73,7 +79,11 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         stage._held = sha256
         return stage
 
-    def _model_file(self) -> str:
+    def _is_python(self) -> bool:
+        """Whether the network is the user's own code in each worker, with no model file."""
+        return self.isDefined(self.model) and self.getModel().startswith(PYTHON)
+
+    def _model_file(self, spark: SparkSession | None = None) -> str:
         """sha256 of the stage's model file: the one that it holds, else what `model` and its Params lead to."""
         if self._held is None:
             if not self.isDefined(self.model):
@@ -83,9 +93,36 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
                 )
             from gpuml.models.sources import resolve
 
-            preprocess = Preprocess.from_json(self.getPreprocess()) if self.getPreprocess() else None
-            self._held = resolve(self.getModel(), self.getWeights(), self.getLabels(), preprocess)
+            with ExitStack() as copies:
+                model, weights = (
+                    str(copies.enter_context(_spark_copy(text, spark))) if is_spark_url(text) else text
+                    for text in (self.getModel(), self.getWeights())
+                )
+                self._held = resolve(model, weights, self.getLabels(), self._preprocess())
         return self._held
+
+    def _preprocess(self) -> Preprocess | None:
+        return Preprocess.from_json(self.getPreprocess()) if self.getPreprocess() else None
+
+    def _check_python(self) -> None:
+        """Refuse a ``python:`` model that lacks a part."""
+        from gpuml.models.python_source import check
+
+        check(self.getModel())
+        if self.getWeights():
+            raise ParamError(f"weights={self.getWeights()!r}: the function of model={self.getModel()!r} loads its own")
+        if self._preprocess() is None:
+            raise ParamError(
+                f"model={self.getModel()!r} does not say how an image becomes its input: setPreprocess(Preprocess(...))"
+            )
+
+    def _refuse_saved_code(self) -> None:
+        """A stage from a file names code, and running it must be the user's own word."""
+        if self._loaded_from is not None and os.environ.get("GPUML_TRUST_PYTHON") != "1":
+            raise ParamError(
+                f"{self._loaded_from} would run {self.getModel()!r}: code that it only names. If you trust both, set "
+                f"the environment variable GPUML_TRUST_PYTHON=1 on the driver, or say setModel({self.getModel()!r})"
+            )
 
     def setParams(self, **params: Any) -> Self:
         """Set several Params by name; None leaves one as it is."""
@@ -112,14 +149,17 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
 
     def copy(self, extra: Any = None) -> Self:
         that = super().copy(extra)
-        that._held = self._held
+        that._held, that._loaded_from = self._held, self._loaded_from
         # A Pipeline hands every stage the extra params of all.
         that._forget_model(param.name for param in extra or () if param.parent == self.uid)
         return that
 
     def _forget_model(self, names: Any) -> None:
-        if any(name in MODEL_PARAMS for name in names):
-            self._held = None
+        for name in names:
+            if name in MODEL_PARAMS:
+                self._held = None
+            if name == "model":
+                self._loaded_from = None
 
     # --- ways out -------------------------------------------------------------------------------------------------
 
@@ -131,18 +171,20 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
                 f"stage.transform(batch).write...)"
             )
         outputs = self._output_columns()
-        source = columns.input_column(dataset, self.inputCol.name, self.getInputCol())
-        columns.check_outputs(dataset, {name: column for name, (column, _) in outputs.items()})
-        spec = self._spec(field for _, field in outputs.values())
+        frame = columns.Frame.of(dataset)
+        source = columns.input_column(frame, self.inputCol.name, self.getInputCol())
+        columns.check_outputs(frame, {name: column for name, (column, _) in outputs.items()})
+        spec = self._spec((field for _, field in outputs.values()), dataset.sparkSession)
         warn_of_local_gpu_amount(dataset.sparkSession)
-        _send(store.path_of(spec.model), dataset.sparkSession)
+        if not self._is_python():
+            _send(store.path_of(spec.model), dataset.sparkSession)
 
         scored = score_udf(spec, image_struct=source.is_image)
         inputs = [source.column.getField(name) for name in columns.IMAGE_TYPES] if source.is_image else [source.column]
-        struct, row = columns.free_names(dataset, "gpuml_struct", "gpuml_row")
+        struct, row = columns.free_names(frame, "gpuml_struct", "gpuml_row")
         added = [scored(*inputs).alias(struct)]
         if self.getHandleInvalid() == "error":
-            added.append(columns.row_name(dataset, source).alias(row))
+            added.append(columns.row_name(frame, source).alias(row))
         result = dataset.select("*", *added)
         made = {column: columns.from_struct(F.col(struct), field) for column, field in outputs.values()}
         reason = F.col(struct)["error"]
@@ -181,6 +223,12 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
 
         if isinstance(inputs, (str, bytes, bytearray, memoryview, os.PathLike, Image.Image)):
             raise ParamError(f"predict: inputs is one {type(inputs).__name__}; give a list of them: predict([...])")
+        what: Any = inputs
+        if isinstance(what, DataFrame) or not isinstance(what, Iterable):
+            raise ParamError(
+                f"predict: inputs is a {type(what).__name__}; give a list of bytes, local paths or PIL images. A "
+                f"DataFrame of Spark goes through transform()"
+            )
         inputs = list(inputs)
         rows = [_predict_input(position, value) for position, value in enumerate(inputs)]
         outputs = self._output_columns()
@@ -201,10 +249,16 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         )
         return frame.drop(index=failed) if self.getHandleInvalid() == "skip" else frame
 
-    def _spec(self, fields: Iterable[str]) -> Spec:
+    def _spec(self, fields: Iterable[str], spark: SparkSession | None = None) -> Spec:
         """The value that travels to the workers."""
+        python = self._is_python()
+        if python:
+            self._check_python()
+            self._refuse_saved_code()
         return Spec(
-            model=self._model_file(),
+            model=self.getModel() if python else self._model_file(spark),
+            labels=tuple(self.getLabels()) if python else (),
+            preprocess=self._preprocess() if python else None,
             batch_size=self.getBatchSize(),
             device=self.getDevice(),
             dtype=self.getDtype(),
@@ -226,11 +280,27 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         return StageReader(cls)
 
 
+#: Model files that a Connect session was sent: it keeps them, and a classic context lists its own.
+_sent: WeakKeyDictionary[SparkSession, set[str]] = WeakKeyDictionary()
+
+
 def _send(path: Path, spark: SparkSession) -> None:
-    """Make a model file known to a session's jobs, at every transform: a new context has lost it."""
-    # The same file twice is fine but for a warning of Spark's, which names what a context has already.
-    if is_remote() or not any(known.endswith(f"/{path.name}") for known in spark.sparkContext.listFiles):
+    """Make a model file known to a session's jobs, once for each: a new context has lost it."""
+    if is_remote():
+        known = _sent.setdefault(spark, set())
+    else:  # the same file twice is fine but for a warning of Spark's
+        known = {file.rpartition("/")[2] for file in spark.sparkContext.listFiles}
+    if path.name not in known:
         spark.addArtifacts(str(path), file=True)
+        known.add(path.name)
+
+
+def _spark_copy(url: str, spark: SparkSession | None) -> AbstractContextManager[Path]:
+    """A file that Spark reads, on the driver."""
+    spark = spark or SparkSession.getActiveSession()
+    if spark is None:
+        raise ParamError(f"{url!r} is read through Spark, and no session is active: start one, or give a local path")
+    return local_copy(url, spark)
 
 
 def _predict_input(position: int, value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame
@@ -12,6 +12,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import BinaryType, DataType, IntegerType, StringType, StructField, StructType
 
 from gpuml.errors import ParamError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 TOP_K_TYPE = "array<struct<label:string,probability:double>>"
 
@@ -27,6 +30,31 @@ IMAGE_TYPES: dict[str, DataType] = {
 
 
 @dataclass(frozen=True)
+class Frame:
+    """What a DataFrame's columns are, and how its session compares names: asked once, each is a call over Connect."""
+
+    fields: list[StructField]
+    case_sensitive: bool
+    streaming: bool
+
+    @classmethod
+    def of(cls, dataset: DataFrame) -> Self:
+        sensitive = str(dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
+        return cls(dataset.schema.fields, sensitive, dataset.isStreaming)
+
+    def named(self, column: str) -> list[StructField]:
+        """The columns that a name can mean."""
+        return [field for field in self.fields if self.same(field.name, column)]
+
+    def same(self, a: str, b: str) -> bool:
+        return a == b if self.case_sensitive else a.lower() == b.lower()
+
+    @property
+    def names(self) -> list[str]:
+        return [field.name for field in self.fields]
+
+
+@dataclass(frozen=True)
 class Input:
     """A checked input column; `origin` says whether an image struct names its file."""
 
@@ -35,7 +63,7 @@ class Input:
     origin: bool
 
 
-def input_column(dataset: DataFrame, name: str, column: str) -> Input:
+def input_column(frame: Frame, name: str, column: str) -> Input:
     """The column that a Param names, if it holds images.
 
     Raises
@@ -43,11 +71,11 @@ def input_column(dataset: DataFrame, name: str, column: str) -> Input:
     ParamError
         There is no such column, more than one, or it is neither binary nor an image struct.
     """
-    found = _fields(dataset, column)
+    found = frame.named(column)
     if len(found) != 1:
         what = "there is no such column" if not found else f"there are {len(found)} such columns"
-        raise ParamError(f"{name}={column!r}: {what} among {dataset.columns}; choose with {_setter(name)}(...)")
-    quoted = _column(dataset, found[0])
+        raise ParamError(f"{name}={column!r}: {what} among {frame.names}; choose with {_setter(name)}(...)")
+    quoted = _column(found[0])
     kind = found[0].dataType
     if isinstance(kind, BinaryType):
         return Input(quoted, is_image=False, origin=False)
@@ -62,7 +90,7 @@ def input_column(dataset: DataFrame, name: str, column: str) -> Input:
     )
 
 
-def check_outputs(dataset: DataFrame, outputs: dict[str, str]) -> None:
+def check_outputs(frame: Frame, outputs: dict[str, str]) -> None:
     """Refuse output columns (by Param name) that exist already, as Spark compares names.
 
     Raises
@@ -70,14 +98,13 @@ def check_outputs(dataset: DataFrame, outputs: dict[str, str]) -> None:
     ParamError
         Naming column, Param and setter.
     """
-    same = _same(dataset)
     for name, column in outputs.items():
-        if any(same(existing, column) for existing in dataset.columns):
+        if frame.named(column):
             raise ParamError(
                 f"{name}={column!r}: the DataFrame has a column of that name already; drop it, or choose another "
                 f"with {_setter(name)}(...), or '' for none"
             )
-    check_distinct(outputs, same)
+    check_distinct(outputs, frame.same)
 
 
 def check_distinct(outputs: dict[str, str], same: Any = lambda a, b: a == b) -> None:
@@ -91,27 +118,16 @@ def check_distinct(outputs: dict[str, str], same: Any = lambda a, b: a == b) -> 
                 )
 
 
-def free_names(dataset: DataFrame, *names: str) -> list[str]:
+def free_names(frame: Frame, *names: str) -> list[str]:
     """Names for temporary columns that no column of the frame has."""
-    while any(_fields(dataset, name) for name in names):
+    while any(frame.named(name) for name in names):
         names = tuple(f"_{name}" for name in names)
     return list(names)
 
 
-def _fields(dataset: DataFrame, column: str) -> list[StructField]:
-    """The frame's columns that a name can mean."""
-    same = _same(dataset)
-    return [field for field in dataset.schema.fields if same(field.name, column)]
-
-
-def _column(dataset: DataFrame, field: StructField) -> Column:
-    return dataset["`" + field.name.replace("`", "``") + "`"]
-
-
-def _same(dataset: DataFrame) -> Any:
-    """How Spark compares column names in the frame's session."""
-    sensitive = str(dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
-    return (lambda a, b: a == b) if sensitive else (lambda a, b: a.lower() == b.lower())
+def _column(field: StructField) -> Column:
+    # By name alone: DataFrame["`a`"] takes the name for a pattern under spark.sql.parser.quotedRegexColumnNames.
+    return F.col("`" + field.name.replace("`", "``") + "`")
 
 
 def _setter(name: str) -> str:
@@ -145,18 +161,18 @@ def local(made: dict[str, Any], field: str) -> Any:
     ]
 
 
-def row_name(dataset: DataFrame, source: Input) -> Column:
+def row_name(frame: Frame, source: Input) -> Column:
     """How an error names a row: the frame's path, else the image's origin, else partition and row.
 
     For the select that holds the UDF: in a branch that only failed rows take, the row would count those alone.
     """
     place = F.concat(F.lit("partition "), F.spark_partition_id().cast("string"))
-    if not dataset.isStreaming:  # which has no row numbers
+    if not frame.streaming:  # which has no row numbers
         number = F.monotonically_increasing_id().bitwiseAND((1 << 33) - 1)
         place = F.concat(place, F.lit(" row "), number.cast("string"))
-    paths = _fields(dataset, "path")
+    paths = frame.named("path")
     if len(paths) == 1 and isinstance(paths[0].dataType, StringType):
-        return F.coalesce(_column(dataset, paths[0]), place)
+        return F.coalesce(_column(paths[0]), place)
     if source.is_image and source.origin:
         return F.coalesce(source.column.getField("origin"), place)
     return place

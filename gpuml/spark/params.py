@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -43,6 +45,33 @@ def at_least(name: str, least: int) -> Callable[[Any], int]:
     return convert
 
 
+def _source(value: Any) -> str:
+    """A model source: text, or a path."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str):
+        raise ParamError(
+            f"model is a {type(value).__name__}; give a source as text, such as 'torchvision:resnet50' or the path of "
+            f"a model file. A network in memory: ImageClassifier.from_module(net, preprocess=...)"
+        )
+    return value
+
+
+def _labels(value: Any) -> list[str]:
+    """A list of names, or the path of a text file with one name a line."""
+    if isinstance(value, (str, os.PathLike)):
+        path = Path(value).expanduser()
+        try:
+            return path.read_text(encoding="utf-8-sig").rstrip().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ParamError(
+                f"labels={os.fspath(value)!r} is no text file on the driver with one name a line "
+                f"({getattr(error, 'strerror', None) or error}); give such a file, or a list of names"
+            ) from error
+    names: list[str] = TypeConverters.toListString(value)
+    return names
+
+
 def _preprocess_json(value: Any) -> str:
     """A Preprocess, or its JSON text, checked; "" is the model's own."""
     if isinstance(value, Preprocess):
@@ -68,6 +97,7 @@ class HasModel(HasInputCol):
         "model",
         "model source: 'torchvision:<name>', or the path on the driver of a model file (gpuml.save_model); "
         "'sha256:<hex>' is a model in memory (from_module). No default",
+        _source,
     )
     weights = param(
         "weights",
@@ -77,9 +107,9 @@ class HasModel(HasInputCol):
     batchSize = param("batchSize", "rows per forward pass, from 1 up", at_least("batchSize", 1))
     labels = param(
         "labels",
-        "class names, one per output of the model, in order; [] = the model's own; if it has none, a label is the "
-        "index as text",
-        TypeConverters.toListString,
+        "class names, one per output of the model, in order: a list, or the path of a text file with one a line; [] = "
+        "the model's own; if it has none, a label is the index as text",
+        _labels,
     )
     preprocess = param(
         "preprocess",
@@ -174,8 +204,8 @@ class HasModel(HasInputCol):
         """The value of `batchSize`."""
         return int(self.getOrDefault(self.batchSize))
 
-    def setLabels(self, value: Sequence[str]) -> Self:
-        """Set `labels`."""
+    def setLabels(self, value: Sequence[str] | os.PathLike[str]) -> Self:
+        """Set `labels`: a list, or the path of a text file with one name a line."""
         return self._set(labels=value)
 
     def getLabels(self) -> list[str]:

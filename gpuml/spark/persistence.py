@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from gpuml.version import __version__
 if TYPE_CHECKING:
     from gpuml.spark.base import ModelStage
 
+_log = logging.getLogger("gpuml")
+
 #: One DataFrame with a whole model ends a driver of 1 GB from about 110 MB. In pairs of 8 MiB, 333 MB took 10 s.
 CHUNK_BYTES = 8 << 20
 CHUNKS_AT_ONCE = 2
@@ -31,7 +34,17 @@ class StageWriter(DefaultParamsWriter):
 
     def saveImpl(self, path: str) -> None:
         instance = self.instance
-        sha256 = instance._model_file() if instance.isDefined(instance.model) else None
+        if instance._is_python():
+            instance._check_python()
+            _log.warning(
+                "gpuml: %s is saved by name alone: its code is not in %s, and a stage loaded from there runs it only "
+                "where GPUML_TRUST_PYTHON=1 is set",
+                instance.getModel(),
+                path,
+            )
+            sha256 = None
+        else:
+            sha256 = instance._model_file(self.sparkSession) if instance.isDefined(instance.model) else None
         chunks = -(-store.path_of(sha256).stat().st_size // CHUNK_BYTES) if sha256 else 0
         extra = {"gpuml": {"sha256": sha256, "chunks": chunks}}
         DefaultParamsWriter.saveMetadata(instance, path, self.sparkSession, extraMetadata=extra)
@@ -97,6 +110,7 @@ class StageReader(MLReader[Any]):
                 )
         stage._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(stage, metadata)
+        stage._loaded_from = path
         sha256, chunks = saved["sha256"], saved["chunks"]
         if sha256 is not None:
             if not re.fullmatch("[0-9a-f]{64}", str(sha256)) or not isinstance(chunks, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ class ImageClassifier(ModelStage, HasPredictionCol, HasProbabilityCol, HasRawPre
         model: str | None = None,
         weights: str | None = None,
         batchSize: int | None = None,
-        labels: Sequence[str] | None = None,
+        labels: Sequence[str] | os.PathLike[str] | None = None,
         preprocess: Preprocess | str | None = None,
         device: str | None = None,
         dtype: str | None = None,

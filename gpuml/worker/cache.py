@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -45,41 +45,53 @@ class Network:
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
 
-_networks: OrderedDict[tuple[str, str, str], Network] = OrderedDict()
+_networks: OrderedDict[tuple[Hashable, str, str], Network] = OrderedDict()
 _lock = threading.Lock()
 _frozen = False
 
 
-def network(sha256: str, device: torch.device, dtype: str, find: Callable[[], Path]) -> Network:
-    """The network of a model file on a device, loaded at most once per process.
+Loaded = tuple[Callable[[torch.Tensor], torch.Tensor], Card]
+
+
+def network(
+    model: Hashable,
+    device: torch.device,
+    dtype: str,
+    find: Callable[[], Path],
+    make: Callable[[torch.device], Loaded] | None = None,
+) -> Network:
+    """A network on a device, loaded at most once per process.
 
     Parameters
     ----------
-    sha256 : the model file's content hash; equal content is one network, whatever stage asks.
+    model : the model file's content hash: equal content is one network, whatever stage asks. Without a file, the
+        source and all that makes it.
     device, dtype : where and how it runs; a reused worker may be given another GPU by its next task.
-    find : path of the file, called only when it must be loaded.
+    find : path of the model file, called only when it must be loaded.
+    make : what makes the network instead, where there is no file.
 
     Raises
     ------
     DeviceMemoryError
         It does not fit into the device's memory, even with no other network of this process there.
     """
-    key = (sha256, str(device), dtype)
+    key = (model, str(device), dtype)
     with _lock:
         if key in _networks:
             _networks.move_to_end(key)
             return _networks[key]
         while len(_networks) >= CAPACITY:
             _release(_networks.popitem(last=False)[1].device)
-        path = find()
-        loaded = _load(path, device, dtype)
+        read = make or partial(load, find())
+        loaded = _load(read, device, dtype)
         if loaded is None:
             # Here, not in the except block: the exception's frames keep alive what was loaded until then.
             _drop_all(device)
-            loaded = _load(path, device, dtype)
+            loaded = _load(read, device, dtype)
         if loaded is None:
+            name = f"model file {model[:12]}" if isinstance(model, str) else str(model)
             raise DeviceMemoryError(
-                f"the network of model file {sha256[:12]} does not fit into the memory of {device}, though this "
+                f"the network of {name} does not fit into the memory of {device}, though this "
                 f"process has dropped its other networks there. Let fewer tasks share the GPU "
                 f"(spark.task.resource.gpu.amount), see with nvidia-smi who else uses it, or use a smaller model."
             )
@@ -111,10 +123,10 @@ def freeze() -> None:
         _frozen = True
 
 
-def _load(path: Path, device: torch.device, dtype: str) -> Network | None:
+def _load(read: Callable[[torch.device], Loaded], device: torch.device, dtype: str) -> Network | None:
     """None when the device's memory ran out."""
     try:
-        forward, card = load(path, device)
+        forward, card = read(device)
     except Exception as error:
         if not out_of_memory(error):
             raise

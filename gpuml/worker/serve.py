@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpuml.models import python_source
 from gpuml.spec import Spec
 from gpuml.worker import cache, device, outputs
 from gpuml.worker.runner import Runner
@@ -35,6 +37,10 @@ def serve(rows: Sequence[Any], spec: Spec, task: device.Task, find: Callable[[],
         if text and key not in _said:
             _said.add(key)
             say("gpuml: %s", text)
-    network = cache.network(spec.model, place, spec.dtype, find)
+    if spec.preprocess is None:
+        network = cache.network(spec.model, place, spec.dtype, find)
+    else:
+        made_by = (spec.model, spec.labels, spec.preprocess)
+        network = cache.network(made_by, place, spec.dtype, find, partial(python_source.load, *made_by))
     scores = Runner(network, spec, spec.decode_threads or task.cpus).run(rows)
     return outputs.columns(scores, network.card, spec, str(decision))

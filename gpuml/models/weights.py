@@ -1,0 +1,91 @@
+"""A ``weights`` Param that is a file -> tensors by name, in a network. No code from the file runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gpuml.errors import ModelError
+from gpuml.models.export import telling_lines
+
+
+def weights_path(weights: str) -> Path | None:
+    """The file that a ``weights`` Param means, if it means a file.
+
+    Raises
+    ------
+    ModelError
+        It means a file that is not there.
+    """
+    named = "/" in weights or "\\" in weights or Path(weights).suffix in (".pth", ".pt", ".bin", ".safetensors")
+    if not named:
+        return None
+    path = Path(weights).expanduser()
+    check_file(path, f"weights={weights!r}")
+    return path
+
+
+def check_file(path: Path, what: str) -> None:
+    """Refuse what is no file, before anything is opened."""
+    if not path.is_file():
+        problem = "that is a folder" if path.is_dir() else "there is no such file on the driver"
+        raise ModelError(f"{what}: {problem} ({path.absolute()})")
+
+
+def state_dict(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors by name, on the CPU wherever they were saved.
+
+    Raises
+    ------
+    ModelError
+        The file holds anything else.
+    """
+    try:
+        if _is_safetensors(path):
+            from safetensors.torch import load_file
+
+            state: object = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError:
+        raise ModelError(f"weights={str(path)!r} need the package safetensors: pip install safetensors") from None
+    except Exception as error:
+        raise ModelError(
+            f"weights={str(path)!r} is no state dict that can be read safely ({type(error).__name__}); save one with "
+            f"torch.save(net.state_dict(), path), or as .safetensors"
+        ) from error
+    named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
+    if not isinstance(state, dict) or not named or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        what = f"a dict of {', '.join(map(repr, list(state)[:5]))}" if isinstance(state, dict) else type(state).__name__
+        raise ModelError(f"weights={str(path)!r} holds {what}, not tensors by name; save net.state_dict() alone")
+    return dict(state)
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Told by its start, 8 bytes of a length and JSON: torch's files begin with a zip's or a pickle's mark."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def load_weights(net: nn.Module, state: dict[str, torch.Tensor], path: Path, source: str, classes: int) -> None:
+    """Put a state dict into a network, every tensor of both.
+
+    Raises
+    ------
+    ModelError
+        They do not fit one another; `source` and `classes` say what the network is.
+    """
+    try:
+        net.load_state_dict(state)
+    except RuntimeError as error:
+        wrapped = bool(state) and all(name.startswith("module.") for name in state)
+        advice = (
+            "Its names begin with 'module.', as DataParallel saves them: save net.module.state_dict()"
+            if wrapped
+            else "They must be a state dict of that network; with other classes, set labels to their names"
+        )
+        raise ModelError(
+            f"weights={str(path)!r} do not fit {source} with {classes} outputs: {telling_lines(error)}. {advice}."
+        ) from error

@@ -1,0 +1,308 @@
+"""``hf:<org/name>[@revision]`` or ``hf:<folder>`` -> an image classifier of Hugging Face's transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpuml.errors import ModelError
+from gpuml.models.export import plain_torch, telling_lines
+from gpuml.models.found import Built, Found
+from gpuml.models.store import hash_of
+from gpuml.spec import Preprocess
+
+PREFIX = "hf:"
+
+#: Image processors whose code was read (transformers 5.24). All resize, centre-crop, rescale and normalise, in this
+#: order, on uint8 until the rescale; the last four by rules of their own, in `_geometry` and `_normalisation`.
+PROCESSORS = (
+    *("Beit", "Bit", "CLIP", "DeiT", "MobileNetV1", "MobileNetV2", "Pvt", "Siglip", "ViT"),
+    *("ConvNext", "EfficientNet", "PoolFormer", "Segformer"),
+)
+
+#: Pillow's numbers for the interpolations that a Preprocess has.
+_RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}
+
+
+class Logits(nn.Module):
+    """The tensor of logits that an image classifier of transformers wraps into an output object."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(rows, return_dict=True).logits
+        return logits
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a checkpoint is: a folder's path, or a repository of the hub and its revision."""
+
+    text: str
+    place: str
+    revision: str | None
+    is_folder: bool
+
+    def help(self) -> str:
+        """What to do when it cannot be had."""
+        if self.is_folder:
+            return "A checkpoint folder is written by net.save_pretrained(folder) and processor.save_pretrained(folder)"
+        return (
+            f"Where there is a network, run 'hf download {self.place}"
+            f"{f' --revision {self.revision}' if self.revision else ''} --local-dir folder', bring the folder here and "
+            f"give model='{PREFIX}./folder'"
+        )
+
+
+def find(name: str, weights: str, labels: Sequence[str]) -> Found:
+    """An image-classification checkpoint of the hub, or of a folder. No code of the checkpoint's runs.
+
+    Parameters
+    ----------
+    name : ``org/name``, ``org/name@revision``, or the path of a folder: ``./folder``, ``/folder``.
+    weights : ``""``: a checkpoint holds its own.
+
+    Raises
+    ------
+    ModelError
+        transformers is not installed; the checkpoint cannot be had, wants code of its own, or is no image classifier;
+        weights are given; or labels of another number than the checkpoint's classes.
+    """
+    source = _source(name)
+    if weights:
+        raise ModelError(
+            f"weights={weights!r}: the checkpoint {source.text} holds its own. For others, write a checkpoint folder "
+            f"with net.save_pretrained(folder) and give model='{PREFIX}./folder', or use from_module(net, ...)"
+        )
+    transformers = _transformers()
+    file = _config_file(source)
+    # From here on by the commit: a branch that moves meanwhile gives what the key says.
+    pinned = source if source.is_folder else replace(source, revision=file.parent.name)
+    config = _config(source, file)
+    if labels and len(labels) != config.num_labels:  # before a download of hundreds of MB
+        raise ModelError(
+            f"{len(labels)} labels for {source.text} with {config.num_labels} outputs; give one label per output, in "
+            f"order"
+        )
+    names = () if labels else _class_names(config, source)
+
+    def build() -> Built:
+        preprocess, reason = _preprocess_of(pinned)
+        return Built(Logits(_network(pinned)), names, preprocess, _activation(config), reason)
+
+    key: dict[str, object] = {
+        "zoo": f"sha256:{_hash_of_folder(Path(source.place))}" if source.is_folder else f"{PREFIX}{source.place}",
+        "revision": source.revision,
+        "commit": pinned.revision,
+        "transformers": transformers.__version__,
+    }
+    return Found(key, build)
+
+
+def preset(processor: Any) -> Preprocess:
+    """An image processor of transformers as a Preprocess.
+
+    The pixels are the processor's but for rounding, and for one pixel of the crop's place: where the length to cut off
+    is odd, processors round its half down, a Preprocess rounds it to even, as torchvision does.
+
+    Raises
+    ------
+    ModelError
+        The processor is none of `PROCESSORS`, or does what no Preprocess does.
+    """
+    name = type(processor).__name__
+    kind = re.sub("ImageProcessor(Pil|Fast)?$", "", name)
+    if kind not in PROCESSORS:
+        raise ModelError(f"its image processor {name} is none of those that gpuml reads: {', '.join(PROCESSORS)}")
+    if getattr(processor, "do_pad", None):
+        raise ModelError(f"its {name} pads (do_pad=True), which no Preprocess does")
+    resize, crop = _geometry(kind, processor)
+    mean, std = _normalisation(kind, processor)
+    resample = 2 if processor.resample is None else int(processor.resample)  # None: bilinear, as the backends read it
+    if resample not in _RESAMPLE:
+        raise ModelError(f"its {name} resizes with Pillow's filter {resample}; a Preprocess has {_RESAMPLE}")
+    try:
+        return Preprocess(resize, crop, mean, std, _RESAMPLE[resample])
+    except ValueError as error:  # no crop of many sizes; a crop larger than the resize, which is padded
+        raise ModelError(f"its {name} maps onto no Preprocess ({error})") from error
+
+
+def _geometry(kind: str, processor: Any) -> tuple[int | tuple[int, int], tuple[int, int] | None]:
+    """(resize, crop) of a Preprocess."""
+    size = dict(processor.size or {})
+    # Segformer's processor has the setting, and does not read it.
+    crop = dict(processor.crop_size or {}) if processor.do_center_crop and kind != "Segformer" else None
+    reason = (
+        f"its image processor has do_resize={processor.do_resize}, size={size}, crop_size={crop}, which is no rule "
+    )
+    reason += "of a Preprocess"
+    if not processor.do_resize or set(size) not in ({"height", "width"}, {"shortest_edge"}):
+        raise ModelError(reason)
+    if crop is not None and set(crop) != {"height", "width"}:
+        raise ModelError(reason)
+    edge = size.get("shortest_edge")
+    box = None if crop is None else (crop["height"], crop["width"])
+    if kind == "ConvNext":
+        if edge is None or box:
+            raise ModelError(reason)
+        return (int(edge / processor.crop_pct), (edge, edge)) if edge < 384 else ((edge, edge), None)
+    if kind == "PoolFormer" and processor.crop_pct is not None:
+        if edge is None and size["height"] != size["width"]:
+            raise ModelError(reason)
+        edge = int((edge or size["height"]) / processor.crop_pct)
+    return (edge or (size["height"], size["width"])), box
+
+
+def _normalisation(kind: str, processor: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(mean, std) for pixels scaled to 0..1 of what is computed on 0..255: (x * factor - offset - mean) / std."""
+    factor = float(processor.rescale_factor) if processor.do_rescale else 1.0
+    means = _three(processor.image_mean if processor.do_normalize else 0.0)
+    stds = _three(processor.image_std if processor.do_normalize else 1.0)
+    offset = 0.0
+    if kind == "EfficientNet":
+        offset = 1.0 if processor.do_rescale and processor.rescale_offset else 0.0
+        if processor.include_top:  # it divides by the standard deviation once more
+            stds = tuple(std * again for std, again in zip(stds, _three(processor.image_std), strict=True))
+    if not factor:
+        raise ModelError("its image processor has rescale_factor=0")
+    scale = 255 * factor
+    return tuple((mean + offset) / scale for mean in means), tuple(std / scale for std in stds)
+
+
+def _three(value: Any) -> tuple[Any, ...]:
+    """One number per channel, of a number for all or a list."""
+    numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,) * 3
+    if len(numbers) != 3 or not all(isinstance(number, (int, float)) for number in numbers):
+        raise ModelError(f"its image processor normalises with {value!r}, not one number per channel")
+    return numbers
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ModelError(f"model='{PREFIX}...' needs transformers ({error}): pip install 'gpuml[hf]'") from error
+
+
+def _source(name: str) -> _Source:
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return _Source(f"{PREFIX}{name}", str(path), None, is_folder=True)
+    if re.match(r"[./~]|[A-Za-z]:\\", name):
+        problem = "that is a file" if path.is_file() else "there is no such folder on the driver"
+        raise ModelError(f"model='{PREFIX}{name}': {problem} ({path.absolute()}); give the folder of a checkpoint")
+    place, _, revision = name.partition("@")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) or name.endswith("@"):
+        raise ModelError(
+            f"model='{PREFIX}{name}' names no checkpoint; give '{PREFIX}google/vit-base-patch16-224', with a revision "
+            f"'{PREFIX}google/vit-base-patch16-224@main', or a folder '{PREFIX}./folder'"
+        )
+    if place.startswith("timm/"):
+        raise ModelError(f"model='{PREFIX}{name}' is a checkpoint of timm: give model='timm:{place[5:]}'")
+    return _Source(f"{PREFIX}{name}", place, revision or None, is_folder=False)
+
+
+def _config_file(source: _Source) -> Path:
+    """config.json in the folder, or in the hub's cache, ``.../snapshots/<commit>/config.json``; one small request."""
+    if source.is_folder:
+        return Path(source.place) / "config.json"
+    hub = importlib.import_module("huggingface_hub")
+    try:
+        return Path(hub.hf_hub_download(source.place, "config.json", revision=source.revision))
+    except Exception as error:  # the hub's errors and the network's; what the cache holds serves without either
+        raise ModelError(f"{source.text} cannot be had ({telling_lines(error)}). {source.help()}") from error
+
+
+def _config(source: _Source, file: Path) -> Any:
+    """The configuration of an image classifier that transformers itself knows."""
+    transformers = _transformers()
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        kind = raw.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{source.text} has no config.json to read ({telling_lines(error)}). {source.help()}"
+        ) from error
+    known = kind in transformers.CONFIG_MAPPING
+    if known and transformers.CONFIG_MAPPING[kind] in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        try:
+            return transformers.CONFIG_MAPPING[kind].from_dict(raw)
+        except Exception as error:  # of any type: its fields are checked by their types
+            raise ModelError(f"the config.json of {source.text} cannot be read ({telling_lines(error)})") from error
+    if "auto_map" in raw:
+        raise ModelError(
+            f"{source.text} wants Python code from its repository ({raw['auto_map']}); gpuml runs no code from a hub. "
+            f"Read it, make the network yourself, and give it to from_module(net, ...)"
+        )
+    what = f"a {kind!r}, which is no image classifier" if known else f"of model_type {kind!r}, which is unknown"
+    raise ModelError(f"{source.text} is {what} to transformers {transformers.__version__}; use from_module(net, ...)")
+
+
+def _network(source: _Source) -> nn.Module:
+    try:
+        with plain_torch():
+            net, report = _transformers().AutoModelForImageClassification.from_pretrained(
+                source.place,
+                revision=source.revision,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise ModelError(f"{source.text} cannot be loaded ({telling_lines(error)}). {source.help()}") from error
+    if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers, and warns
+        raise ModelError(
+            f"{source.text} has no weights for {', '.join(missing[:3])}{' ...' if missing[3:] else ''}: it was not "
+            f"trained as an image classifier. Choose a checkpoint that was fine-tuned for classes"
+        )
+    module: nn.Module = net
+    return module
+
+
+def _preprocess_of(source: _Source) -> tuple[Preprocess | None, str]:
+    """The Preprocess of a checkpoint, or why it has none."""
+    try:
+        processor = _transformers().AutoImageProcessor.from_pretrained(
+            source.place, revision=source.revision, trust_remote_code=False
+        )
+    except Exception as error:  # none in the checkpoint, one with code of its own, no network
+        return None, f"its image processor cannot be had ({telling_lines(error)})"
+    try:
+        return preset(processor), ""
+    except ModelError as error:
+        return None, str(error)
+
+
+def _class_names(config: Any, source: _Source) -> tuple[str, ...]:
+    names = {int(index): str(name) for index, name in config.id2label.items()}
+    if sorted(names) != list(range(len(names))):
+        raise ModelError(
+            f"{source.text}: the ids of its id2label are {sorted(names)[:5]}, not 0 to {len(names) - 1}; give "
+            f"labels=[...], one per output"
+        )
+    return tuple(names[index] for index in range(len(names)))
+
+
+def _activation(config: Any) -> str:
+    """As transformers' own pipeline chooses it."""
+    if config.problem_type == "regression":
+        return "none"
+    return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
+
+
+def _hash_of_folder(folder: Path) -> str:
+    """Names and contents of all files but hidden ones: 'hf download --local-dir' notes times in .cache."""
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    listed = [f"{hash_of(path)} {name}\n" for name, path in sorted(files.items()) if not re.search(r"(^|/)\.", name)]
+    return hashlib.sha256("".join(listed).encode()).hexdigest()
