@@ -16,7 +16,14 @@ from conftest import PYTHONPATH
 
 # Imported by every Python process of the executors at start-up.
 SITE = """
-import os
+import os, socket, sys
+for package in ("timm", "transformers", "huggingface_hub", "safetensors", "efficientnet_lite_pytorch"):
+    sys.modules[package] = None  # a worker needs none of them
+connect = socket.socket.connect
+def near(self, address):
+    assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost"), f"a worker calls {address}"
+    return connect(self, address)
+socket.socket.connect = near
 import torch
 import gpuml.worker.cache as cache
 import gpuml.worker.device as device
@@ -65,7 +72,7 @@ spark.stop()
 """
 
 
-def run_job(tmp_path, master, **conf):
+def run_job(tmp_path, master, job=JOB, **conf):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
     script = tmp_path / "gpus.sh"
@@ -79,7 +86,7 @@ def run_job(tmp_path, master, **conf):
     }
     env = dict(os.environ, PYTHONPATH=PYTHONPATH, PYSPARK_PYTHON=sys.executable)
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(JOB), master, *(f"{key}={value}" for key, value in settings.items())],
+        [sys.executable, "-c", textwrap.dedent(job), master, *(f"{key}={value}" for key, value in settings.items())],
         env=env, capture_output=True, text=True, timeout=180, cwd=tmp_path,
     )  # fmt: skip
     assert "ROWS" in done.stdout, done.stderr[-4000:]
@@ -146,3 +153,59 @@ def test_a_narrowed_executor_maps_addresses_to_its_own_devices(tmp_path, visible
         },
     )
     assert {(row[1], row[3][0]) for row in rows} == {("cuda:0 (address 0)", "0"), ("cuda:1 (address 1)", "1")}
+
+
+ZOOS = """
+import json, sys
+from conftest import encoded
+from pyspark.sql import SparkSession, functions as F
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+from gpuml import ImageClassifier
+
+conf = dict(pair.split("=", 1) for pair in sys.argv[2:])
+spark = SparkSession.builder.master(sys.argv[1]).config("spark.ui.enabled", "false").config(map=conf).getOrCreate()
+
+config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=32,
+                   patch_size=8, num_labels=3, id2label={0: "a", 1: "b", 2: "c"}, label2id={"a": 0, "b": 1, "c": 2})
+ViTForImageClassification(config).save_pretrained("checkpoint")
+ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained("checkpoint")
+
+@F.udf("string")
+def lacks(_):
+    lacking = []
+    for name in ("timm", "transformers", "safetensors"):
+        try:
+            __import__(name)
+        except ImportError:
+            lacking.append(name)
+    import socket
+    try:
+        socket.create_connection(("192.0.2.1", 80), timeout=1)
+    except AssertionError:
+        lacking.append("network")
+    return " ".join(lacking)
+
+data = [encoded(seed) for seed in range(4)]
+frame = spark.createDataFrame([(each,) for each in data], "content binary").coalesce(1)
+rows = []
+for arguments in (
+    {"model": "timm:test_vit", "weights": "none", "labels": ["a", "b"]},
+    {"model": "hf:./checkpoint"},
+):
+    stage = ImageClassifier(rawPredictionCol="raw", **arguments)
+    local = stage.predict(data)
+    for row, raw in zip(stage.transform(frame).withColumn("lacks", lacks("content")).collect(), local.raw):
+        rows.append([arguments["model"], row.error, row.lacks, float(abs(row.raw.toArray() - raw).max())])
+print("ROWS" + json.dumps(rows))
+spark.stop()
+"""
+
+
+def test_workers_need_neither_timm_nor_transformers_nor_a_network(tmp_path):
+    """Models of both come to executors that can import neither, and that reach no address but their own machine's."""
+    rows = run_job(tmp_path, "local-cluster[1,1,1024]", ZOOS, **{"spark.worker.resource.gpu.amount": 0})
+    assert [row[0] for row in rows] == ["timm:test_vit"] * 4 + ["hf:./checkpoint"] * 4
+    for _, error, lacks, difference in rows:
+        assert error is None
+        assert lacks == "timm transformers safetensors network"
+        assert difference < 1e-4

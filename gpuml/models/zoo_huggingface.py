@@ -58,11 +58,9 @@ class _Source:
         """What to do when it cannot be had."""
         if self.is_folder:
             return "A checkpoint folder is written by net.save_pretrained(folder) and processor.save_pretrained(folder)"
-        return (
-            f"Where there is a network, run 'hf download {self.place}"
-            f"{f' --revision {self.revision}' if self.revision else ''} --local-dir folder', bring the folder here and "
-            f"give model='{PREFIX}./folder'"
-        )
+        revision = f" --revision {self.revision}" if self.revision else ""
+        download = f"hf download {self.place}{revision} --local-dir folder"
+        return f"Where there is a network, run '{download}', bring the folder here and give model='{PREFIX}./folder'"
 
 
 def find(name: str, weights: str, labels: Sequence[str]) -> Found:
@@ -91,10 +89,8 @@ def find(name: str, weights: str, labels: Sequence[str]) -> Found:
     pinned = source if source.is_folder else replace(source, revision=file.parent.name)
     config = _config(source, file)
     if labels and len(labels) != config.num_labels:  # before a download of hundreds of MB
-        raise ModelError(
-            f"{len(labels)} labels for {source.text} with {config.num_labels} outputs; give one label per output, in "
-            f"order"
-        )
+        counts = f"{len(labels)} labels for {source.text} with {config.num_labels} outputs"
+        raise ModelError(f"{counts}; give one label per output, in order")
     names = () if labels else _class_names(config, source)
 
     def build() -> Built:
@@ -250,15 +246,12 @@ def _config(source: _Source, file: Path) -> Any:
 
 
 def _network(source: _Source) -> nn.Module:
+    make = _transformers().AutoModelForImageClassification.from_pretrained
+    settings = {"trust_remote_code": False, "dtype": torch.float32, "output_loading_info": True}
+    net: nn.Module
     try:
         with plain_torch():
-            net, report = _transformers().AutoModelForImageClassification.from_pretrained(
-                source.place,
-                revision=source.revision,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                output_loading_info=True,
-            )
+            net, report = make(source.place, revision=source.revision, **settings)
     except Exception as error:
         raise ModelError(f"{source.text} cannot be loaded ({telling_lines(error)}). {source.help()}") from error
     if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers, and warns
@@ -266,22 +259,18 @@ def _network(source: _Source) -> nn.Module:
             f"{source.text} has no weights for {', '.join(missing[:3])}{' ...' if missing[3:] else ''}: it was not "
             f"trained as an image classifier. Choose a checkpoint that was fine-tuned for classes"
         )
-    module: nn.Module = net
-    return module
+    return net
 
 
 def _preprocess_of(source: _Source) -> tuple[Preprocess | None, str]:
     """The Preprocess of a checkpoint, or why it has none."""
+    make = _transformers().AutoImageProcessor.from_pretrained
     try:
-        processor = _transformers().AutoImageProcessor.from_pretrained(
-            source.place, revision=source.revision, trust_remote_code=False
-        )
-    except Exception as error:  # none in the checkpoint, one with code of its own, no network
-        return None, f"its image processor cannot be had ({telling_lines(error)})"
-    try:
-        return preset(processor), ""
+        return preset(make(source.place, revision=source.revision, trust_remote_code=False)), ""
     except ModelError as error:
         return None, str(error)
+    except Exception as error:  # none in the checkpoint, one with code of its own, no network
+        return None, f"its image processor cannot be had ({telling_lines(error)})"
 
 
 def _class_names(config: Any, source: _Source) -> tuple[str, ...]:

@@ -95,14 +95,16 @@ class HasModel(HasInputCol):
     inputCol = param("inputCol", "input column: binary (encoded images), or Spark's image struct")
     model = param(
         "model",
-        "model source: 'torchvision:<name>', or the path on the driver of a model file (gpuml.save_model); "
-        "'sha256:<hex>' is a model in memory (from_module). No default",
+        "model source: 'torchvision:<name>', 'timm:<name>', 'hf:<org/name>[@revision]' or 'hf:<folder>'; the path on "
+        "the driver, or a URL (http, https, what Spark reads), of a model file (gpuml.save_model), a torch.export or "
+        "TorchScript archive, or a zip of one with synset.txt; 'python:package.module:function', called in each "
+        "worker; 'sha256:<hex>' is a model in memory (from_module). No default",
         _source,
     )
     weights = param(
         "weights",
-        "for 'torchvision:' models: '' = the zoo's best weights; a weights name; 'none' = random, seeded by the "
-        "model's name; or the path of a state dict (.pth, .safetensors)",
+        "for 'torchvision:' and 'timm:' models: '' = the zoo's best weights; a weights name; 'none' = random, seeded "
+        "by the model's name; or the path or URL of a state dict (.pth, .safetensors)",
     )
     batchSize = param("batchSize", "rows per forward pass, from 1 up", at_least("batchSize", 1))
     labels = param(
