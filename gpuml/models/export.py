@@ -15,6 +15,7 @@ from torch.export.passes import move_to_device_pass
 from torch.jit._trace import TracerWarning
 
 from gpuml.errors import ModelError
+from gpuml.models.fold import fold_batch_norm
 
 #: torch.export, torch.export.load and torch's settings are global: two threads of a driver, such as a CrossValidator's,
 #: break one another's exports ("Trying to pop empty mode stack", "_CURRENT_DESERIALIZER is already set").
@@ -110,6 +111,7 @@ def export(module: nn.Module, size: tuple[int, int]) -> torch.export.ExportedPro
     shapes = torch.export.ShapesCollection()  # by tensor, so that forward(*inputs) fits too: DataParallel, compiled
     shapes[sample] = {0: torch.export.Dim("batch")}
     program = torch.export.export(module, (sample,), dynamic_shapes=shapes)
+    fold_batch_norm(program)
     program.example_inputs = None  # they are pickled into the file otherwise
     for part in graphs(program):
         for node in part.graph.nodes:

@@ -33,6 +33,7 @@ from gpuml.models.export import (
     telling_lines,
     to_channels_last,
 )
+from gpuml.models.fold import fold_batch_norm
 from gpuml.models.safety import check_archive
 from gpuml.spec import ACTIVATIONS, Preprocess
 from gpuml.version import __version__
@@ -284,6 +285,8 @@ def rewrite(
         program = _open(source, kind, torch.device("cpu"))
         if kind == "torchscript":
             program = program.float().eval()
+        else:
+            fold_batch_norm(program)
         network = _callable(program)
         width = checked_width(network, network, chosen.size, name=f"the network of {os.fspath(source)}")
         if card is not None and width != card.width:

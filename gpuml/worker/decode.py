@@ -12,6 +12,7 @@ from PIL import Image, ImageFile
 from gpuml.errors import RowError
 from gpuml.worker.exif import orientation
 from gpuml.worker.formats import check_pixels, ended_early, open_image
+from gpuml.worker.jpeg import jpeg_pixels
 
 #: OpenCV's type number, as Spark's image source writes it -> (channels, Pillow's mode, its name of that byte order).
 _STRUCT_MODES = {0: (1, "L", "L"), 16: (3, "RGB", "BGR"), 24: (4, "RGBA", "BGRA")}
@@ -78,7 +79,7 @@ def decode(data: Any, *, max_pixels: int, alpha: str) -> torch.Tensor:
         image = open_image(data, max_pixels)
         if ImageFile.LOAD_TRUNCATED_IMAGES and ended_early(data):  # set by others in this process: not our rule
             raise RowError("truncated", f"the file of {len(data)} bytes ends too early")
-        return _tensor(image, alpha)
+        return _tensor(image, alpha, data)
     except Exception as error:  # Pillow's plugins raise nearly anything on damaged files
         reason = _reason(error, data)
     raise reason
@@ -154,11 +155,17 @@ def _reason(error: Exception, data: bytes) -> RowError:
     return RowError("corrupt", f"{file} is damaged: {text}")
 
 
-def _tensor(image: Image.Image, alpha: str) -> torch.Tensor:
-    """Pixels of an image whose size has been checked."""
+def _tensor(image: Image.Image, alpha: str, data: bytes = b"") -> torch.Tensor:
+    """Pixels of an image whose size has been checked; `data` is the file that it was opened from, if there is one."""
     key = _colour_key(image)
-    image.load()
+    pixels = jpeg_pixels(image, data) if data else None
+    if pixels is None:
+        image.load()
     turn = _TURNS.get(orientation(image.info.get("exif")))  # after loading: an opened PNG may have it after its pixels
+    if pixels is not None:
+        if turn is None:
+            return torch.from_numpy(pixels).permute(2, 0, 1)
+        image = Image.fromarray(pixels)
     if turn is not None:
         image = image.transpose(turn)
     if image.mode != "RGB" or key is not None:
