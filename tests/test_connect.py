@@ -51,6 +51,19 @@ stream = spark.readStream.format("rate").load().select(F.lit(b"").alias("content
 with pytest.raises(ParamError, match="foreachBatch"):
     stage.transform(stream)
 
+sent = []
+add = spark.addArtifacts
+spark.addArtifacts = lambda *args, **kwargs: sent.append(args) or add(*args, **kwargs)
+other = ImageClassifier.from_module(Pooled(seed=5), preprocess=PLAIN)
+for _ in range(2):
+    other.copy({other.batchSize: 3}).transform(frame)
+assert len(sent) == 1, sent  # a session is sent a model file once
+
+save_model(Pooled(), folder + "/net.pt2", preprocess=PLAIN, labels=["ant", "bee", "cat", "dog"])
+spark.conf.set("fs.viewfs.mounttable.gpumltest.link./models", "file:" + folder)
+through = ImageClassifier(model="viewfs://gpumltest/models/net.pt2").transform(frame).orderBy("id").collect()
+assert [r.prediction for r in through] == [r.prediction for r in rows]
+
 stage.write().overwrite().save(folder + "/stage")
 stage.write().overwrite().save(folder + "/stage")
 loaded = ImageClassifier.load(folder + "/stage")

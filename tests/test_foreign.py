@@ -149,6 +149,63 @@ def test_float64_torchscript_is_run_in_float32(tmp_path):
     assert outputs(sha256).dtype == torch.float32
 
 
+def test_the_same_network_exported_from_two_places_is_one_model_file(tmp_path):
+    """Sample inputs and source lines of the author's are no part of it."""
+    net, other = Pooled(), tmp_path / "other.pt2"
+    first = exported(net, tmp_path / "net.pt2")
+    torch.export.save(
+        torch.export.export(net, (torch.ones(2, 3, 32, 32),), dynamic_shapes={"x": {0: torch.export.Dim("batch")}}),
+        other,
+    )
+    assert resolve(first, "", (), PLAIN) == resolve(str(other), "", (), PLAIN)
+
+
+def test_file_urls_may_be_quoted_or_not(tmp_path):
+    folder = tmp_path / "a folder é 100%25"
+    folder.mkdir()
+    save_model(Pooled(), folder / "net 1.pt2", preprocess=PLAIN)
+    plain = resolve(str(folder / "net 1.pt2"))
+    assert resolve((folder / "net 1.pt2").as_uri()) == plain
+    assert resolve(f"file:{folder}/net 1.pt2") == plain
+    assert resolve(f"file://{folder}/net 1.pt2") == plain
+    net = torchvision.models.squeezenet1_1(num_classes=2)
+    torch.save(net.state_dict(), folder / "w 1.pth")
+    small = Preprocess(resize=64, crop=64)
+    zoo = ("torchvision:squeezenet1_1", str(folder / "w 1.pth"), ["a", "b"], small)
+    assert resolve(zoo[0], (folder / "w 1.pth").as_uri(), *zoo[2:]) == resolve(*zoo)
+
+
+def test_an_export_of_an_old_torch_is_called_that(tmp_path):
+    with zipfile.ZipFile(tmp_path / "old.pt2", "w") as archive:
+        archive.writestr("serialized_exported_program.json", "{}")
+        archive.writestr("version", "7")
+    assert "before torch 2.8" in refusal(str(tmp_path / "old.pt2"))
+
+
+class Rescale(nn.Module):
+    def forward(self, x):
+        if bool(x.max() > 2.2):
+            x = x / 10
+        return x.mean((2, 3))
+
+
+class First(nn.Module):
+    def forward(self, x):
+        return x.mean((2, 3)) * torch.where(x[0].mean() > 1.5, -5.0, 1.0)
+
+
+class Last(nn.Module):
+    def forward(self, x):
+        pooled = x.mean((2, 3))
+        return pooled + (pooled[-1] < -1.0).float()
+
+
+@pytest.mark.parametrize("net", [Rescale(), First(), Last()], ids=lambda net: type(net).__name__)
+def test_what_one_kind_of_row_makes_of_the_others_is_seen(net, tmp_path):
+    with pytest.raises(ModelError, match="mixes the rows"):
+        save_model(net, tmp_path / "net.pt2", preprocess=PLAIN)
+
+
 # --- zips ---------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +235,7 @@ def network(tmp_path):
 
 def test_a_zip_around_a_model_file_keeps_its_card_but_for_the_synset(network, tmp_path):
     names = [f"label {i}" for i in range(12)]
+    names[3] = "a\vlabel\x85 of one line"
     model = zipped(tmp_path / "a.zip", net_DOT_pt2=network, synset_DOT_txt="\ufeff" + "\r\n".join(names) + "\r\n\r\n")
     card = read_card(store.path_of(resolve(model)))
     assert card.labels == tuple(names)
@@ -191,7 +249,14 @@ def test_a_synset_of_another_number_is_refused_with_both(network, tmp_path):
     message = refusal(zipped(tmp_path / "a.zip", net_DOT_pt2=network, synset_DOT_txt="one\ntwo"))
     assert "2 labels" in message
     assert "12 outputs" in message
-    assert "a.zip" in message
+    assert ".incoming" not in message
+
+
+def test_errors_name_the_zip_and_no_temporary_file(tmp_path):
+    network = Path(jit("script", tmp_path / "n.pt", Pooled())).read_bytes()
+    message = refusal(zipped(tmp_path / "a.zip", net_DOT_pt=network), preprocess=None)
+    assert f"the network in {tmp_path / 'a.zip'}" in message
+    assert ".incoming" not in message
 
 
 def test_a_zip_of_two_networks_is_refused(network, tmp_path):
@@ -216,6 +281,47 @@ def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
     model = zipped(tmp_path / "a.zip", net_DOT_pt=bytes(8 << 20))
     monkeypatch.setattr(bundle.shutil, "copyfileobj", lambda *_: pytest.fail("unpacked"))
     assert "refused" in refusal(model)
+
+
+def test_a_zip_in_a_zip_is_refused(network, tmp_path):
+    inner = Path(zipped(tmp_path / "a.zip", net_DOT_pt2=network)).read_bytes()
+    assert "a zip of others again" in refusal(zipped(tmp_path / "b.zip", net_DOT_pt=inner))
+
+
+def test_a_zip_that_lies_of_a_members_size_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "_MOST_UNPACKED", 1 << 16)
+    whole = bytearray(Path(zipped(tmp_path / "a.zip", net_DOT_pt=bytes(1 << 20))).read_bytes())
+    directory = whole.rindex(b"PK\x01\x02")
+    whole[directory + 20 : directory + 24] = (1 << 30).to_bytes(4, "little")  # compressed bytes
+    (tmp_path / "b.zip").write_bytes(whole)
+    monkeypatch.setattr(bundle.shutil, "copyfileobj", lambda *_: pytest.fail("unpacked"))
+    assert "would be" in refusal(str(tmp_path / "b.zip"))
+
+
+def test_a_huge_synset_is_refused(network, tmp_path):
+    model = zipped(tmp_path / "a.zip", net_DOT_pt2=network, synset_DOT_txt="a\n" * (1 << 23) + "b")
+    assert "synset.txt would be" in refusal(model)
+
+
+def test_what_is_checked_is_what_is_read_whoever_writes_to_the_path(tmp_path, monkeypatch):
+    """Another file takes the path's place between the check and the reading."""
+    model = exported(Pooled(), tmp_path / "net.pt2")
+    wanted = resolve(model, "", (), PLAIN)
+    Path(model).unlink()
+    exported(Pooled(), tmp_path / "net.pt2")
+    other = Path(exported(Pooled(seed=9), tmp_path / "other.pt2"))
+    find_card = sources.find_card
+
+    def swapping(path):
+        found = find_card(path)
+        if other.exists():
+            os.replace(other, model)
+        return found
+
+    monkeypatch.setattr(sources, "find_card", swapping)
+    monkeypatch.setattr(store, "recall", lambda request: None)
+    assert resolve(model, "", (), PLAIN) == wanted
+    assert not other.exists()
 
 
 def test_every_truncated_zip_is_refused(network, tmp_path):
@@ -265,11 +371,12 @@ def kind_of(path):
         return "export" if any(name.endswith("archive_format") for name in archive.namelist()) else "torchscript"
 
 
-def test_a_network_that_export_refuses_is_scripted(tmp_path):
+def test_a_network_that_export_refuses_is_scripted(tmp_path, caplog):
     save_model(Branching(), tmp_path / "net.pt2", preprocess=PLAIN)
     assert kind_of(tmp_path / "net.pt2") == "torchscript"
     forward, card = load(tmp_path / "net.pt2", CPU)
     assert card.width == 3
+    assert "becomes TorchScript, by torch.jit.script" in caplog.text
     with torch.inference_mode():
         torch.testing.assert_close(forward(ROWS), ROWS.mean((2, 3)))
         torch.testing.assert_close(forward(ROWS + 1e6), -(ROWS + 1e6).mean((2, 3)))  # the branch is alive
@@ -290,21 +397,37 @@ def test_a_network_that_export_and_script_refuse_is_traced_if_nothing_is_lost(tm
 class Lost(nn.Module):
     """Script refuses its **kwargs; a trace would lose its branch, which agrees on the samples."""
 
+    def __init__(self, large):
+        super().__init__()
+        self.large = large
+
     def forward(self, x, **_):
         pooled = x.mean((2, 3))
-        if bool(pooled.sum() > 1e6):
+        if self.large(pooled):
             pooled = -pooled
         return pooled
 
 
-def test_a_trace_that_would_lose_a_branch_is_refused_and_python_is_suggested(tmp_path):
+LARGE = [
+    lambda x: bool(x.sum() > 1e6),
+    lambda x: x.sum().item() > 1e6,
+    lambda x: not torch.allclose(x, torch.zeros(()), atol=1e6),
+    lambda x: torch.equal(x > 1e6, torch.ones_like(x, dtype=torch.bool)),
+    lambda x: torch.is_nonzero((x > 1e6).any()),
+    lambda x: x.sum().tolist() > 1e6,
+]
+
+
+@pytest.mark.parametrize("large", LARGE, ids=["bool", "item", "allclose", "equal", "is_nonzero", "tolist"])
+def test_a_trace_that_would_lose_a_branch_is_refused_and_python_is_suggested(large, tmp_path):
+    """Of most of these torch says nothing when it traces them."""
     with pytest.raises(ModelError) as caught:
-        save_model(Lost(), tmp_path / "net.pt2", preprocess=PLAIN)
+        save_model(Lost(large), tmp_path / "net.pt2", preprocess=PLAIN)
     message = str(caught.value)
     for part in (
         "torch.export refuses it",
         "torch.jit.script refuses it",
-        "torch.jit.trace refuses it (ModelError: Converting a tensor to a Python boolean",
+        "torch.jit.trace refuses it (ModelError",
         "model='python:your.module:",
     ):
         assert part in message

@@ -8,7 +8,7 @@ import pytest
 from conftest import PLAIN, Pooled, encoded, picture
 from pyspark.ml import Pipeline, PipelineModel
 
-from gpuml import ImageClassifier, ModelError, ParamError, Preprocess
+from gpuml import DeviceMemoryError, ImageClassifier, ModelError, ModelFileError, ParamError, Preprocess
 from gpuml.worker import cache
 
 SOURCE = """
@@ -43,6 +43,15 @@ def fails():
 def other():
     return "a network"
 
+def scripted():
+    import warnings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(Own())
+
+def memory():
+    raise torch.OutOfMemoryError("no room")
+
 def mixes():
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(0))
 """
@@ -71,7 +80,7 @@ def stage(module, function="make", **params):
 PHOTOS = [picture(seed) for seed in range(3)]
 
 
-@pytest.mark.parametrize("function", ["make", "Nested.make"])
+@pytest.mark.parametrize("function", ["make", "Nested.make", "scripted"])
 def test_the_functions_network_answers_in_float32_and_evaluation_mode(module, function):
     answers = stage(module, function, labels=list("abcd")).predict(PHOTOS)
     expected = ImageClassifier.from_module(
@@ -115,6 +124,11 @@ def test_a_job_runs_it_with_what_spark_sent_to_the_workers(spark, module, tmp_pa
 def test_what_a_function_gives_is_checked_before_the_first_row(module, function, reason):
     with pytest.raises(ModelError, match=reason):
         stage(module, function).predict(PHOTOS)
+
+
+def test_a_full_device_is_the_devices_trouble(module):
+    with pytest.raises(DeviceMemoryError, match=rf"python:{module}:memory"):
+        stage(module, "memory").predict(PHOTOS)
 
 
 def test_labels_of_another_number_are_refused_with_both(module):
@@ -177,8 +191,15 @@ def test_a_loaded_stage_runs_no_code_until_it_is_trusted(saved, spark, module, t
 def test_setting_the_model_again_is_the_users_own_word(saved, module):
     loaded = ImageClassifier.load(saved)
     assert len(loaded.setModel(loaded.getModel()).predict(PHOTOS)) == 3
-    again = ImageClassifier.load(saved)
-    assert len(again.copy({again.model: again.getModel()}).predict(PHOTOS)) == 3
+
+
+def test_a_grid_of_params_is_no_users_word(saved, module):
+    """A CrossValidator's grid comes from its file, too; and a default from the stage's."""
+    loaded = ImageClassifier.load(saved)
+    refused(loaded.copy({loaded.model: loaded.getModel()}), module)
+    loaded._setDefault(model=loaded.getModel())
+    loaded.clear(loaded.model)
+    refused(loaded, module)
 
 
 def test_a_loaded_pipeline_is_refused_as_well(spark, module, tmp_path):
@@ -202,6 +223,18 @@ def test_a_model_file_in_the_metadata_does_not_make_code_trusted(saved, spark, m
     part.write_text(json.dumps(metadata))
     part.with_name(f".{part.name}.crc").unlink()
     refused(ImageClassifier.load(saved), module)
+
+
+@pytest.mark.parametrize("where", ["paramMap", "defaultParamMap"])
+def test_loading_reads_no_file_that_the_metadata_names(saved, tmp_path, where):
+    (tmp_path / "secret.txt").write_text("hunter2")
+    part = next((tmp_path / "stage" / "metadata").glob("part-*"))
+    metadata = json.loads(part.read_text())
+    metadata[where]["labels"] = str(tmp_path / "secret.txt")
+    part.write_text(json.dumps(metadata))
+    part.with_name(f".{part.name}.crc").unlink()
+    with pytest.raises(ModelFileError, match="no list of names"):
+        ImageClassifier.load(saved)
 
 
 def test_the_driver_says_what_a_worker_lacks(spark, module):

@@ -1,12 +1,15 @@
 """resolve: what the model Param says leads to one model file, or to an error that says what to type."""
 
+import contextlib
 import hashlib
+import io
 import os
 import pickle
 import socket
 import subprocess
 import sys
 import warnings
+import zipfile
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -457,7 +460,7 @@ def test_what_is_no_model_file_is_refused(tmp_path, cache):
     assert "state dict" in refusal(str(tmp_path / "w.pt2"))
     (tmp_path / "text.pt2").write_text("hello")
     assert "text.pt2" in refusal(str(tmp_path / "text.pt2"))
-    assert not cache.exists()
+    assert list((cache / "models").iterdir()) == []
 
 
 # --- what is no source --------------------------------------------------------------------------------------------
@@ -486,3 +489,55 @@ def test_what_is_no_source_is_refused_with_what_to_type(model, parts, tmp_path, 
     message = refusal(model)
     for part in parts:
         assert part in message
+
+
+# --- hostile files in torch's cache --------------------------------------------------------------------------------
+
+
+def saved(state, zip_file=False):
+    buffer = io.BytesIO()
+    torch.save(state, buffer, _use_new_zipfile_serialization=zip_file)
+    return buffer.getvalue()
+
+
+def zipped(name, data, before=b""):
+    """A zip of one member, as torch.hub unpacks it; bytes may stand before a zip."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(name, data)
+    return before + buffer.getvalue()
+
+
+def replaces_itself(name):
+    """A zip whose member takes its own place: harmless to the first reader, and to the next a zip with the payload."""
+    return zipped(name, zipped("payload.pth", saved({"weight": Harmful()}), before=saved({})))
+
+
+@pytest.mark.filterwarnings("ignore:Falling back to the old format:FutureWarning")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda name: pickle.dumps({"weight": Harmful()}, protocol=2),
+        lambda name: saved({"weight": Harmful()}),
+        lambda name: saved({"weight": Harmful()}, zip_file=True),
+        lambda name: zipped("payload.pth", saved({"weight": Harmful()})),
+        replaces_itself,
+    ],
+    ids=["bare pickle", "old format", "zip format", "zip of one", "zip that replaces itself"],
+)
+def test_hostile_weights_in_torchs_cache_run_with_plain_torchvision_and_are_refused_here(tmp_path, monkeypatch, write):
+    monkeypatch.chdir(tmp_path)
+    harm, entry = tmp_path / "harm", SqueezeNet1_1_Weights.DEFAULT
+    place = tmp_path / "torch" / "hub" / "checkpoints" / Path(entry.url).name
+    place.parent.mkdir(parents=True)
+    place.write_bytes(write(place.name))
+    for _ in range(2):
+        message = refusal(SQUEEZENET)
+        assert f"the weights {entry} of {SQUEEZENET} cannot be had (" in message
+        assert f"{place} is damaged: delete it" in message
+        assert not harm.exists()
+    place.write_bytes(write(place.name))
+    for _ in range(2):
+        with contextlib.suppress(Exception):
+            entry.get_state_dict(progress=True, check_hash=True)  # as torchvision's own loader calls it
+    assert harm.exists()

@@ -1,6 +1,7 @@
 """URLs that Spark reads: every byte arrives on the driver, in pieces. Hadoop's viewfs stands for a remote system."""
 
 import shutil
+import zipfile
 
 import numpy as np
 import pyarrow as pa
@@ -123,6 +124,11 @@ def test_names_are_no_patterns(spark, remote):
         (f"{URL}/empty", "is an empty file or folder"),
         (f"{URL}/empty.bin", "is an empty file or folder"),
         ("nosuch://host/net.pt2", "nosuch"),
+        (f"{URL}/_hidden.pt2", "begins with _ or a dot"),
+        (f"{URL}/.hidden.pt2", "begins with _ or a dot"),
+        (f"{URL}/net.pt2.GZ", "would unpack"),
+        (f"{URL}/marked.pt2", "byte order mark"),
+        (f"{URL}/text.pt2", "no zip archive"),
     ],
 )
 def test_what_cannot_be_read_says_why(spark, remote, url, reason):
@@ -130,9 +136,31 @@ def test_what_cannot_be_read_says_why(spark, remote, url, reason):
         (remote / name).write_bytes(b"x")
     (remote / "empty").mkdir()
     (remote / "empty.bin").touch()
+    (remote / "marked.pt2").write_bytes(b"\xef\xbb\xbfabc")
+    (remote / "text.pt2").write_bytes(b"text\n")
     with pytest.raises(ModelError, match=reason) as caught:
         ImageClassifier(model=url).transform(spark.createDataFrame([(b"",)], "content binary"))
     assert url in str(caught.value)
+
+
+def test_a_file_that_a_task_cannot_read_says_why(spark, remote):
+    """Hadoop keeps sums of what it wrote; they do not fit any more."""
+    frame = spark.createDataFrame([("x" * 1000,)], "value string").coalesce(1)
+    frame.write.text(f"{URL}/written")
+    part = next((remote / "written").glob("part-*"))
+    part.write_bytes(part.read_bytes().replace(b"x", b"y"))
+    with pytest.raises(ModelError, match=rf"Spark cannot read '{URL}/written/.*error while reading"):
+        ImageClassifier(model=f"{URL}/written/{part.name}")._model_file(spark)
+
+
+def test_arrows_large_types_are_read_as_well(spark, remote):
+    (remote / "file.bin").write_bytes(RANDOM)
+    spark.conf.set("spark.sql.execution.arrow.useLargeVarTypes", "true")
+    try:
+        with local_copy(f"{URL}/file.bin", spark) as path:
+            assert path.read_bytes() == RANDOM
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.useLargeVarTypes")
 
 
 def test_a_model_and_a_zip_and_weights_come_through_spark(spark, remote, tmp_path):
@@ -142,6 +170,12 @@ def test_a_model_and_a_zip_and_weights_come_through_spark(spark, remote, tmp_pat
     wanted = ImageClassifier(model=str(remote / "net.pt2")).transform(frame).collect()
     assert stage.transform(frame).collect() == wanted
     assert stage.getModel() == f"{URL}/net.pt2"
+
+    with zipfile.ZipFile(remote / "net.zip", "w") as archive:
+        archive.write(remote / "net.pt2", "net.pt2")
+        archive.writestr("synset.txt", "\n".join("wxyz"))
+    zipped = ImageClassifier(model=f"{URL}/net.zip").predict([encoded(0)])
+    assert zipped.predictedLabel[0] == "wxyz"["abcd".index(stage.predict([encoded(0)]).predictedLabel[0])]
 
     torch.manual_seed(1)
     net = torchvision.models.squeezenet1_1(num_classes=3).eval()

@@ -1,8 +1,10 @@
 """hf: checkpoints made here, in folders and in a hub's cache, give what transformers' own pipeline gives, or errors."""
 
 import json
+import os
 import shutil
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -341,7 +343,7 @@ def test_a_checkpoint_in_the_hubs_cache_serves_without_a_network_by_its_commit(v
     in_hub(vit, tmp_path)
     found = zoo_huggingface.find("acme/animals", "", ())
     assert found.key["commit"] == COMMIT
-    assert found.key["revision"] is None
+    assert found.key == zoo_huggingface.find("acme/animals@main", "", ()).key
     built = found.build()
     assert built.labels == tuple(ANIMALS.values())
     assert built.preprocess.size == (64, 64)
@@ -460,3 +462,50 @@ def test_damaged_weights_are_refused(own):
 def test_missing_transformers_says_what_to_install(monkeypatch, vit):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install 'gpuml[hf]'" in refusal(vit)
+
+
+# --- hostile files ------------------------------------------------------------------------------------------------
+
+
+class Harm:
+    """Pickles as a call that makes the folder `path`."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+class Stumble:
+    """Pickles as what Python's unpickler reads, and torch's restricted one fails at with a TypeError."""
+
+    def __reduce__(self):
+        return OrderedDict, (), (None, {})
+
+
+@pytest.fixture
+def pickled(own):
+    """The weights of `own` as torch.save writes them, which is all that it has."""
+    from safetensors.torch import load_file
+
+    state = load_file(own / "model.safetensors")
+    (own / "model.safetensors").unlink()
+    torch.save(state, own / "pytorch_model.bin")
+    return own / "pytorch_model.bin"
+
+
+@pytest.mark.parametrize("zip_file", [True, False])
+@pytest.mark.parametrize("before", [(), (Stumble(),)], ids=["a call", "a call after a TypeError"])
+def test_hostile_weights_of_a_checkpoint_run_with_plain_torch_and_are_refused_here(
+    before, zip_file, pickled, own, tmp_path
+):
+    harmless, harm = torch.load(pickled, weights_only=True), tmp_path / "harm"
+    net = zoo_huggingface.find(str(own), "", ()).build().net
+    assert torch.equal(net.net.classifier.weight, harmless["classifier.weight"])  # it is the file that is read
+    hostile = {**harmless, "a": [*before, Harm(harm)]}
+    torch.save(hostile, pickled, _use_new_zipfile_serialization=zip_file)
+    assert f"hf:{own} cannot be loaded (" in refusal(own)
+    assert not harm.exists()
+    torch.load(pickled, weights_only=False)
+    assert harm.exists()

@@ -1,7 +1,9 @@
 """timm: names, weights, labels and data configurations become model files, or errors that say what to type."""
 
+import os
 import re
 import sys
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -292,3 +294,78 @@ def test_weights_at_an_address_go_to_torchs_cache_and_a_damaged_file_there_is_na
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(b"not weights")
     assert f"{place} may be damaged: delete it" in refusal("gcvit_xxtiny.in1k")
+
+
+# --- hostile files ------------------------------------------------------------------------------------------------
+
+
+class Harm:
+    """Pickles as a call that makes the folder `path`."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+class Stumble:
+    """Pickles as what Python's unpickler reads, and torch's restricted one fails at with a TypeError."""
+
+    def __reduce__(self):
+        return OrderedDict, (), (None, {})
+
+
+def plant(kind, path, harm):
+    """A file of weights that plain torch.load obeys."""
+    state = {"a": Harm(harm)} if kind == "a call" else {"a": Stumble(), "b": Harm(harm)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+
+
+def runs_with_plain_torch(path, harm):
+    torch.load(path, weights_only=False)
+    return harm.exists()
+
+
+KINDS = pytest.mark.parametrize("kind", ["a call", "a call after a TypeError"])
+
+
+@KINDS
+def test_hostile_weights_run_with_plain_torch_and_are_refused_here(kind, tmp_path):
+    file, harm = tmp_path / "own.pth", tmp_path / "harm"
+    plant(kind, file, harm)
+    assert "no state dict that can be read safely" in refusal("test_resnet", str(file), ["a", "b"])
+    assert not harm.exists()
+    assert runs_with_plain_torch(file, harm)
+
+
+@KINDS
+def test_hostile_weights_in_torchs_cache_run_with_plain_torch_and_are_refused_here(kind, tmp_path):
+    """After a TypeError timm 1.0.31 reads the file once more, in full: meant for a torch without weights_only."""
+    name, harm = "gcvit_xxtiny.in1k", tmp_path / "harm"
+    file = tmp_path / "torch" / "hub" / "checkpoints" / get_pretrained_cfg(name).url.rsplit("/", 1)[1]
+    plant(kind, file, harm)
+    assert f"the weights of timm:{name} cannot be had (" in refusal(name)
+    assert not harm.exists()
+    assert runs_with_plain_torch(file, harm)
+
+
+@KINDS
+def test_hostile_weights_in_the_hubs_cache_run_with_plain_torch_and_are_refused_here(kind, tmp_path, monkeypatch):
+    """As a model has them that is not on the hub as safetensors."""
+    file, harm = tmp_path / "hub" / "pytorch_model.bin", tmp_path / "harm"
+    plant(kind, file, harm)
+
+    def cached(repo_id, filename, **_):
+        from huggingface_hub.errors import EntryNotFoundError
+
+        if filename.endswith(".safetensors"):
+            raise EntryNotFoundError(filename)
+        return str(file)
+
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", cached)
+    monkeypatch.setattr("timm.models._hub.load_state_dict_from_hf.__defaults__", ("pytorch_model.bin", True, None))
+    assert "the weights of timm:test_resnet.r160_in1k cannot be had (" in refusal("test_resnet.r160_in1k")
+    assert not harm.exists()
+    assert runs_with_plain_torch(file, harm)

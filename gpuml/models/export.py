@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 from torch.jit._trace import TracerWarning
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuml.errors import ModelError
 from gpuml.models.fold import fold_batch_norm
+
+_log = logging.getLogger("gpuml")
 
 #: torch.export, torch.export.load and torch's settings are global: two threads of a driver, such as a CrossValidator's,
 #: break one another's exports ("Trying to pop empty mode stack", "_CURRENT_DESERIALIZER is already set").
@@ -89,12 +93,13 @@ def program_of(module: nn.Module, size: tuple[int, int]) -> torch.export.Exporte
             f"{type(module).__name__} fails on float32 inputs of shape (batch, 3, {size[0]}, {size[1]}): "
             f"{telling_lines(error)}. Images have 3 channels, and the preprocess says their size"
         ) from error
-    refusals = []
+    refusals: list[str] = []
     for how, make in (("torch.export", export), ("torch.jit.script", _script), ("torch.jit.trace", _trace)):
         try:
             program = make(module, size)
             if make is not export:  # which sees by itself what holds for one number of rows alone
                 checked_width(program, module, size)
+                _log.warning("gpuml: %s; it becomes TorchScript, by %s", refusals[0], how)
             return program
         except Exception as error:  # of nearly any type
             refusals.append(f"{how} refuses it ({telling_lines(error)})")
@@ -112,12 +117,15 @@ def export(module: nn.Module, size: tuple[int, int]) -> torch.export.ExportedPro
     shapes[sample] = {0: torch.export.Dim("batch")}
     program = torch.export.export(module, (sample,), dynamic_shapes=shapes)
     fold_batch_norm(program)
+    return program
+
+
+def strip(program: torch.export.ExportedProgram) -> None:
+    """Drop what is no part of the network: equal networks are to be equal files."""
     program.example_inputs = None  # they are pickled into the file otherwise
     for part in graphs(program):
         for node in part.graph.nodes:
-            # The user's source lines with their paths: equal networks would differ by where their code lies.
-            node.meta.pop("stack_trace", None)
-    return program
+            node.meta.pop("stack_trace", None)  # the author's source lines, with their paths
 
 
 def _script(module: nn.Module, size: tuple[int, int]) -> torch.jit.ScriptModule:
@@ -127,6 +135,8 @@ def _script(module: nn.Module, size: tuple[int, int]) -> torch.jit.ScriptModule:
 
 def _trace(module: nn.Module, size: tuple[int, int]) -> torch.jit.ScriptModule:
     """A trace, if torch saw nothing in it that another input would do otherwise: a branch traced is a branch lost."""
+    with torch.no_grad(), _BranchesOnValues():  # type: ignore[no-untyped-call]
+        module(sample_rows(size, 2))
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         traced: torch.jit.ScriptModule = jit("trace", module, sample_rows(size, 2), check_trace=False)
@@ -134,6 +144,17 @@ def _trace(module: nn.Module, size: tuple[int, int]) -> torch.jit.ScriptModule:
         if issubclass(warning.category, TracerWarning):
             raise ModelError(str(warning.message))
     return traced
+
+
+class _BranchesOnValues(TorchDispatchMode):
+    """Refuses what makes Python values of tensors' values: torch.allclose and others do it without a TracerWarning."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.allclose):
+            raise ModelError(
+                f"forward() makes a Python value of a tensor's ({func}), which a trace would keep for good"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def jit(function: str, *args: Any, **kwargs: Any) -> Any:
@@ -149,11 +170,7 @@ def graphs(program: torch.export.ExportedProgram) -> Iterator[torch.fx.GraphModu
 
 
 def checked_width(
-    exported: Callable[[Tensor], Any],
-    module: Callable[[Tensor], Any],
-    size: tuple[int, int],
-    device: torch.device | str = "cpu",
-    name: str = "",
+    exported: Callable[[Tensor], Any], module: Callable[[Tensor], Any], size: tuple[int, int], name: str = ""
 ) -> int:
     """Columns of the output, once the exported network was seen to do what the module does, row by row.
 
@@ -165,7 +182,7 @@ def checked_width(
         It does something else, mixes the rows of a batch, or gives anything but float (batch, width).
     """
     name = name or type(module).__name__
-    rows = sample_rows(size, 3).to(device)
+    rows = sample_rows(size, 3)
     with torch.inference_mode():
         try:
             output = exported(rows)
@@ -189,7 +206,8 @@ def checked_width(
                 f"{name}: the exported network does not give what forward() gives; is it random, or does it branch on "
                 f"the number of rows?"
             )
-        if not all(_close(output[i : i + 1], single) for i, single in enumerate(singles)):
+        orders = [(output, (0, 1, 2)), (exported(rows.flip(0)), (2, 1, 0))]
+        if not all(_close(given[i : i + 1], singles[row]) for given, order in orders for i, row in enumerate(order)):
             raise ModelError(
                 f"{name} mixes the rows of a batch: row i alone gives another output than row i among others, so "
                 f"results would depend on batchSize; remove what reads across dimension 0 (as BatchNorm in training)"
@@ -197,12 +215,12 @@ def checked_width(
     return int(output.shape[1])
 
 
-def memory_format(network: nn.Module, size: tuple[int, int], device: torch.device | str = "cpu") -> str:
+def memory_format(network: nn.Module, size: tuple[int, int]) -> str:
     """The memory that weights and rows may lie in: ``"channels_last"``, or ``"contiguous"`` where that alone will do.
 
     A graph may hold a view(), which fails on other memory, or an as_strided(), which takes other pixels from it.
     """
-    rows = sample_rows(size, 3).to(device)
+    rows = sample_rows(size, 3)
     batches = (rows, rows[:1])
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]
@@ -239,8 +257,13 @@ def moved(program: torch.export.ExportedProgram, device: torch.device) -> torch.
 
 
 def sample_rows(size: tuple[int, int], rows: int) -> Tensor:
-    """Fixed inputs, float32 (rows, 3, *size)."""
-    return torch.randn((rows, 3, *size), generator=torch.Generator().manual_seed(0))
+    """Fixed inputs, float32 (rows, 3, *size): plain, bright and dark ones in turn.
+
+    Of different kinds, so that what one row makes of the others (``if x.max() > 2``) shows.
+    """
+    samples = torch.randn((rows, 3, *size), generator=torch.Generator().manual_seed(0))
+    spread, mean = (torch.tensor([kind[i % 3] for i in range(rows)]) for kind in ((1.0, 1.5, 0.1), (0.0, 3.0, -2.0)))
+    return samples * spread.view(-1, 1, 1, 1) + mean.view(-1, 1, 1, 1)
 
 
 def telling_lines(error: BaseException) -> str:

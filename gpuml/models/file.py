@@ -30,6 +30,7 @@ from gpuml.models.export import (
     moved,
     plain_torch,
     program_of,
+    strip,
     telling_lines,
     to_channels_last,
 )
@@ -41,6 +42,7 @@ from gpuml.version import __version__
 CARD = "gpuml.json"
 FORMAT = 1
 MEMORY_FORMATS = ("channels_last", "contiguous")
+_MOST_CARD = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Card:
     def from_json(cls, text: str | bytes) -> Card:
         try:
             values = json.loads(text)
+            if type(values["format"]) is not int or not all(isinstance(values[key], str) for key in ("gpuml", "torch")):
+                raise TypeError("its format is no integer, or a version no text")
             if values["format"] > FORMAT:
                 raise ModelFileError(
                     f"the model file's card has format {values['format']}, written by gpuml {values.get('gpuml')}; "
@@ -240,7 +244,11 @@ def _checked(path: str | os.PathLike[str]) -> tuple[str, Card | None]:
 def _card_text(path: str | os.PathLike[str]) -> bytes | None:
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if re.fullmatch(rf"[^/]+/extra/{re.escape(CARD)}", name)]
-        return archive.read(names[0]) if names else None
+        if not names:
+            return None
+        if archive.getinfo(names[0]).file_size > _MOST_CARD:
+            raise ModelFileError(f"{os.fspath(path)}: its card has more than {_MOST_CARD} bytes")
+        return archive.read(names[0])
 
 
 def _written_by(path: str | os.PathLike[str]) -> str:
@@ -313,6 +321,7 @@ def _write(program: Any, path: Path, card: Card) -> None:
         if isinstance(program, torch.jit.ScriptModule):
             jit("save", program, file, _extra_files={CARD: card.to_json()})
         else:
+            strip(program)
             torch.export.save(program, file, extra_files={CARD: card.to_json()})
         try:
             check_archive(file)  # what we write we must be able to read: refuse here, not on a worker

@@ -39,7 +39,7 @@ def check(model: str) -> tuple[str, str]:
 def load(
     model: str, labels: tuple[str, ...], preprocess: Preprocess, device: torch.device
 ) -> tuple[Callable[[Tensor], Tensor], Card]:
-    """Import the function, call it, and put its network on a device, once it was seen to serve row by row.
+    """Import the function, call it, and put its network on a device, once it was seen on the CPU to serve row by row.
 
     Raises
     ------
@@ -59,14 +59,19 @@ def load(
         ) from error
     try:
         net = factory()  # type: ignore[operator]
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # the device's trouble
     except Exception as error:
         raise ModelError(f"model={model!r}: the function failed: {telling_lines(error)}") from error
     if not isinstance(net, nn.Module):
         raise ModelError(f"model={model!r} returned a {type(net).__name__}, not a torch.nn.Module")
-    net = net.float().eval().requires_grad_(False).to(device)
+    net = net.cpu().float().eval()
+    for parameter in net.parameters():  # not net.requires_grad_: script modules refuse it
+        parameter.requires_grad_(False)
     with plain_torch():
-        width = checked_width(net, net, preprocess.size, device, name=f"model={model!r}")
-        card = Card(preprocess, width, labels, memory_format=memory_format(net, preprocess.size, device))
+        width = checked_width(net, net, preprocess.size, name=f"model={model!r}")
+        card = Card(preprocess, width, labels, memory_format=memory_format(net, preprocess.size))
+    net = net.to(device)
     if card.memory_format == "channels_last":
         to_channels_last(net)
     return net, card

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from gpuml.models.bundle import is_bundle, unpack
 from gpuml.models.fetch import fetch
 from gpuml.models.file import find_card, rewrite, save_model
 from gpuml.models.found import Found
-from gpuml.models.weights import check_file
+from gpuml.models.weights import check_file, local_path
 from gpuml.spec import Preprocess
 from gpuml.version import __version__
 
@@ -44,27 +46,52 @@ def resolve(model: str, weights: str = "", labels: Sequence[str] = (), preproces
     ModelError
         The source is unknown, cannot be read, or does not fit the weights or labels.
     """
-    if _is_http(weights):
-        weights = str(fetch(weights))
     for prefix, find in ZOOS.items():
         if model.startswith(prefix):
-            return _from_zoo(model, find(model.removeprefix(prefix), weights, labels), labels, preprocess)
+            if not _is_http(weights):
+                return _from_zoo(model, find(model.removeprefix(prefix), weights, labels), labels, preprocess)
+            file = fetch(weights)
+            with named(file, weights.partition("?")[0]):
+                return _from_zoo(model, find(model.removeprefix(prefix), str(file), labels), labels, preprocess)
     if weights:
+        model, weights = (re.sub(r"//[^/@]*@", "//", text) for text in (model, weights))  # no password
         raise ModelError(f"weights={weights!r} go with a zoo name such as 'torchvision:resnet50', not model={model!r}")
     if match := re.fullmatch(r"sha256:([0-9a-f]{64})", model):
         return _from_file(store.path_of(match[1]), match[1], labels, preprocess)
     if _is_http(model):
-        return _from_file(fetch(model), None, labels, preprocess)
+        file = fetch(model)
+        with named(file, model.partition("?")[0]):
+            return _from_file(file, None, labels, preprocess)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", model) and not model.startswith("file:/"):
+        prefix, _, rest = model.partition(":")
+        close = difflib.get_close_matches(f"{prefix.lower()}:", ZOOS, n=1, cutoff=0.7)
+        hint = f" Did you mean {close[0] + rest!r}?" if close else ""
         raise ModelError(
-            f"model={model!r}: gpuml {__version__} knows no such source. It reads {', '.join(ZOOS)} sha256: python: "
-            f"http:// https:// and paths on the driver; with a Spark session also URLs that Spark reads, such as s3a://"
+            f"model={model!r}: gpuml {__version__} knows no such source.{hint} It reads {', '.join(ZOOS)}, python:, "
+            f"http://, https:// and paths on the driver, such as './{model}'; with a Spark session also URLs that "
+            f"Spark reads, such as s3a://"
         )
-    path = Path(re.sub(r"^file:(//)?(?=/)", "", model)).expanduser()
-    if not path.exists() and re.fullmatch(r"[\w-]+", model):
+    path = local_path(model)
+    if re.fullmatch(r"[\w-]+", model) and not path.exists():
         raise ModelError(_no_source(model))
     check_file(path, f"model={model!r}")
-    return _from_file(path, None, labels, preprocess)
+    if path.suffix in (".safetensors", ".onnx"):
+        what = "weights without their network: name it in model=, and give this file as weights="
+        raise ModelError(
+            f"model={model!r}: {what if path.suffix != '.onnx' else 'ONNX is not read; export the network'}"
+        )
+    with store.incoming() as copy, named(copy, str(path)):
+        shutil.copyfile(path, copy)  # what is checked is what is read, whoever may write to the path meanwhile
+        return _from_file(copy, None, labels, preprocess)
+
+
+@contextmanager
+def named(file: Path, name: str) -> Iterator[None]:
+    """Errors speak of what the user named, not of the file that it became for the moment."""
+    try:
+        yield
+    except ModelError as error:
+        raise type(error)(str(error).replace(str(file), name)) from error
 
 
 def _from_zoo(model: str, found: Found, labels: Sequence[str], preprocess: Preprocess | None) -> str:
@@ -88,10 +115,8 @@ def _from_file(path: Path, sha256: str | None, labels: Sequence[str], preprocess
     if is_bundle(path):
         with store.incoming() as network:
             names = unpack(path, network)
-            try:
+            with named(network, f"the network in {path}"):
                 return _from_file(network, None, labels or names, preprocess)
-            except ModelError as error:
-                raise type(error)(f"in {path}: {error}") from error
     card = find_card(path)
     if card is not None and card == replace(
         card, labels=tuple(labels) or card.labels, preprocess=preprocess or card.preprocess

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from urllib.parse import unquote
 
 import torch
 from torch import nn
@@ -22,14 +24,29 @@ def weights_path(weights: str) -> Path | None:
     named = "/" in weights or "\\" in weights or Path(weights).suffix in (".pth", ".pt", ".bin", ".safetensors")
     if not named:
         return None
-    path = Path(weights).expanduser()
+    path = local_path(weights)
     check_file(path, f"weights={weights!r}")
     return path
 
 
+def local_path(text: str) -> Path:
+    """A path as users write it: with ``~``, or as a ``file:`` URL, whose name may be quoted (``%20``) or not."""
+    if not text.startswith("file:/"):
+        try:
+            return Path(text).expanduser()
+        except RuntimeError as error:  # ~someone
+            raise ModelError(f"{text!r} is no path here: {error}") from error
+    path = Path(re.sub(r"^file:(//)?(?=/)", "", text))
+    return path if path.exists() else Path(unquote(str(path)))
+
+
 def check_file(path: Path, what: str) -> None:
     """Refuse what is no file, before anything is opened."""
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError as error:  # a name that is too long
+        raise ModelError(f"{what}: {error.strerror}") from error
+    if not found:
         problem = "that is a folder" if path.is_dir() else "there is no such file on the driver"
         raise ModelError(f"{what}: {problem} ({path.absolute()})")
 

@@ -99,7 +99,6 @@ def find(name: str, weights: str, labels: Sequence[str]) -> Found:
 
     key: dict[str, object] = {
         "zoo": f"sha256:{_hash_of_folder(Path(source.place))}" if source.is_folder else f"{PREFIX}{source.place}",
-        "revision": source.revision,
         "commit": pinned.revision,
         "transformers": transformers.__version__,
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,16 +77,31 @@ def network(name: str, entry: Any, path: Path | None, classes: int) -> nn.Module
 
 def _downloaded(name: str, entry: Any) -> nn.Module:
     try:
+        file = _cached(entry)
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            prefix = re.search("-([a-f0-9]+)[.]", file.name)
+            torch.hub.download_url_to_file(entry.url, str(file), prefix and prefix[1], progress=True)
+        # torchvision's own loader unpickles whatever lies in torch's cache, and unpacks a zip of one file there first:
+        # it gets only what was seen to be tensors.
+        state_dict(file)
+        if zipfile.is_zipfile(file) and len(zipfile.ZipFile(file).namelist()) < 2:
+            raise ModelError("a zip of one file is no state dict")
         with plain_torch():
             net: nn.Module = torchvision.models.get_model(name, weights=entry)
     except Exception as error:  # the network's errors, and what unpickling a damaged file may raise
-        file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
+        file = _cached(entry)
         advice = f"{file} is damaged: delete it to download it again" if file.exists() else f"Put {entry.url} at {file}"
         raise ModelError(
             f"the weights {entry} of {PREFIX}{name} cannot be had ({telling_lines(error)}). {advice}; or set weights "
             f"to the path of a state dict, or to 'none' for random weights"
         ) from error
     return net
+
+
+def _cached(entry: Any) -> Path:
+    """Where torch keeps an entry's weights."""
+    return Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
 
 
 def _weights_entry(name: str, weights: str) -> Any:

@@ -38,7 +38,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
     #: sha256 of the model file that this stage holds; None until it is first needed.
     _held: str | None = None
 
-    #: Where the stage was loaded from, while its `model` is what was saved there.
+    #: Where the stage was loaded from, until the user sets its `model`.
     _loaded_from: str | None = None
 
     def _output_columns(self) -> dict[str, tuple[str, str]]:
@@ -91,14 +91,16 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
                     f"{self.uid}: the Param model is not set; e.g. setModel('torchvision:resnet50') or "
                     f"setModel('/path/of/model.pt2')"
                 )
-            from gpuml.models.sources import resolve
+            from gpuml.models.sources import named, resolve
 
             with ExitStack() as copies:
-                model, weights = (
-                    str(copies.enter_context(_spark_copy(text, spark))) if is_spark_url(text) else text
-                    for text in (self.getModel(), self.getWeights())
-                )
-                self._held = resolve(model, weights, self.getLabels(), self._preprocess())
+                texts = [self.getModel(), self.getWeights()]
+                for place, text in enumerate(texts):
+                    if is_spark_url(text):
+                        file = copies.enter_context(_spark_copy(text, spark))
+                        copies.enter_context(named(file, text))
+                        texts[place] = str(file)
+                self._held = resolve(texts[0], texts[1], self.getLabels(), self._preprocess())
         return self._held
 
     def _preprocess(self) -> Preprocess | None:
@@ -137,11 +139,15 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
                 raise ParamError(f"{name}=None: give a value, or clear(stage.{name}) for the default")
         super()._set(**kwargs)
         self._forget_model(kwargs)
+        if "model" in kwargs:
+            self._loaded_from = None
         return self
 
     def set(self, param: Param[Any], value: Any) -> None:
         super().set(param, value)
         self._forget_model([param.name])
+        if param.name == "model":
+            self._loaded_from = None
 
     def clear(self, param: Param[Any]) -> None:
         super().clear(param)
@@ -149,17 +155,15 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
 
     def copy(self, extra: Any = None) -> Self:
         that = super().copy(extra)
+        # A map of extra params may come from a file as well: a CrossValidator saves its grid.
         that._held, that._loaded_from = self._held, self._loaded_from
         # A Pipeline hands every stage the extra params of all.
         that._forget_model(param.name for param in extra or () if param.parent == self.uid)
         return that
 
     def _forget_model(self, names: Any) -> None:
-        for name in names:
-            if name in MODEL_PARAMS:
-                self._held = None
-            if name == "model":
-                self._loaded_from = None
+        if any(name in MODEL_PARAMS for name in names):
+            self._held = None
 
     # --- ways out -------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,13 @@ from pyspark.sql import functions as F
 
 from gpuml.errors import ModelError
 from gpuml.models import store
-from gpuml.spark.persistence import CHUNK_BYTES, CHUNKS_AT_ONCE
+from gpuml.spark.persistence import CHUNK_BYTES
+
+#: 64 MiB a job: each reads all that is persisted, so few at once would cost the square of the file's size.
+_PIECES_AT_ONCE = 8
+
+#: Suffixes of Hadoop's codecs, by which the text source would unpack a file.
+_CODECS = (".gz", ".bz2", ".deflate", ".snappy", ".lz4", ".zst")
 
 
 def is_spark_url(text: str) -> bool:
@@ -39,12 +45,25 @@ def local_copy(url: str, spark: SparkSession) -> Iterator[Path]:
     ModelError
         There is no such file, or Spark cannot read it.
     """
-    # A path is a pattern to Spark.
-    path = re.sub(r"([\\*?\[\]{}])", r"\\\1", url)
-    try:
-        found = spark.read.format("binaryFile").load(path).select("length").limit(2).collect()  # lengths alone
-    except Exception as error:  # Spark's, py4j's or Connect's, by file system
-        raise ModelError(f"Spark cannot read {url!r}: {_first_line(error)}") from error
+    name = url.rstrip("/").rpartition("/")[2]
+    if name.startswith(("_", ".")):
+        raise ModelError(f"{url!r}: Spark does not read files whose name begins with _ or a dot; rename it")
+    if name.lower().endswith(_CODECS):
+        raise ModelError(f"{url!r}: Spark would unpack a file of that name; unpack it yourself, or rename it")
+    with store.incoming() as copy:
+        try:
+            _read(url, copy, spark)
+        except ModelError:
+            raise
+        except Exception as error:  # Spark's, py4j's or Connect's, by file system
+            raise ModelError(f"Spark cannot read {url!r}: {_first_line(error)}") from error
+        yield copy
+
+
+def _read(url: str, copy: Path, spark: SparkSession) -> None:
+    """Write the bytes of a file of Spark's to `copy`."""
+    path = re.sub(r"([\\*?\[\]{}])", r"\\\1", url)  # a path is a pattern to Spark
+    found = spark.read.format("binaryFile").load(path).select("length").limit(2).collect()  # lengths alone
     if len(found) != 1:
         raise ModelError(f"{url!r} is {'a folder; name a file in it' if found else 'an empty file or folder'}")
     length = found[0].length
@@ -53,19 +72,21 @@ def local_copy(url: str, spark: SparkSession) -> Iterator[Path]:
     pieces = lines.mapInArrow(_cut, "place long, data binary").persist(StorageLevel.DISK_ONLY)
     try:
         order = sorted(row.place for row in pieces.select("place").collect())
-        with store.incoming() as copy:
-            with copy.open("wb") as out:
-                for first in range(0, len(order), CHUNKS_AT_ONCE):
-                    wanted = F.col("place").isin(order[first : first + CHUNKS_AT_ONCE])
-                    for row in sorted(pieces.where(wanted).collect(), key=lambda row: int(row.place)):
-                        out.write(row.data)
-            missing = copy.stat().st_size - length
-            if missing == 1:  # the file does not end in a new line
-                with copy.open("r+b") as out:
+        with copy.open("w+b") as out:
+            for first in range(0, len(order), _PIECES_AT_ONCE):
+                wanted = F.col("place").isin(order[first : first + _PIECES_AT_ONCE])
+                for row in sorted(pieces.where(wanted).collect(), key=lambda row: int(row.place)):
+                    out.write(row.data)
+            came = out.tell()
+            if came == length + 1:  # the file does not end in a new line
+                out.seek(length)
+                if out.read() == b"\n":
                     out.truncate(length)
-            elif missing:
-                raise ModelError(f"{url!r} had {length} bytes, and {missing + length} came: is it being written to?")
-            yield copy
+                    came = length
+        if came != length:
+            raise ModelError(
+                f"{url!r} has {length} bytes, and {came} came: it is being written to, or begins with a byte order mark"
+            )
     finally:
         pieces.unpersist()
 
@@ -84,7 +105,7 @@ def _cut(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for batch in batches:
         values = batch.column("value")
         for place in pc.unique(batch.column("start")).to_pylist():
-            part = values.filter(pc.equal(batch.column("start"), place))
+            part = values.filter(pc.equal(batch.column("start"), place)).cast(pa.binary())  # it may be large_binary
             if held and (place != start or len(held) >= CHUNK_BYTES):
                 yield piece()
                 number, held = number + 1, bytearray()

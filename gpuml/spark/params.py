@@ -49,6 +49,8 @@ def _source(value: Any) -> str:
     """A model source: text, or a path."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if value == "":
+        raise ParamError("model is empty; give a source, such as 'torchvision:resnet50'")
     if not isinstance(value, str):
         raise ParamError(
             f"model is a {type(value).__name__}; give a source as text, such as 'torchvision:resnet50' or the path of "
@@ -62,21 +64,30 @@ def _labels(value: Any) -> list[str]:
     if isinstance(value, (str, os.PathLike)):
         path = Path(value).expanduser()
         try:
-            return path.read_text(encoding="utf-8-sig").rstrip().splitlines()
+            names = path.read_text(encoding="utf-8-sig").rstrip().splitlines()
+            if names:
+                return names
+            raise ParamError(f"labels={os.fspath(value)!r} is an empty file; give one name a line")
         except (OSError, UnicodeDecodeError) as error:
             raise ParamError(
                 f"labels={os.fspath(value)!r} is no text file on the driver with one name a line "
                 f"({getattr(error, 'strerror', None) or error}); give such a file, or a list of names"
             ) from error
-    names: list[str] = TypeConverters.toListString(value)
-    return names
+    if isinstance(value, dict):
+        raise ParamError("labels is a dict; give a list of names in the outputs' order: [names[i] for i in range(n)]")
+    return list(TypeConverters.toListString(value))
 
 
 def _preprocess_json(value: Any) -> str:
     """A Preprocess, or its JSON text, checked; "" is the model's own."""
     if isinstance(value, Preprocess):
         return value.to_json()
-    text = TypeConverters.toString(value)
+    if not isinstance(value, str):
+        raise ParamError(
+            f"preprocess is a {type(value).__name__}; give gpuml.Preprocess(resize=..., crop=..., mean=..., std=...), "
+            f"with the numbers of your transforms"
+        )
+    text = str(value)
     if text:
         try:
             Preprocess.from_json(text)

@@ -108,6 +108,12 @@ class StageReader(MLReader[Any]):
                 raise ModelFileError(
                     f"{path} was saved with the Param {name!r}, which gpuml {__version__} does not know; upgrade gpuml"
                 )
+        for saved_params in (metadata["paramMap"], metadata["defaultParamMap"]):
+            labels = saved_params.get("labels", [])
+            if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+                raise ModelFileError(
+                    f"{path}: its labels are no list of names; save the stage again"
+                )  # no path to read
         stage._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(stage, metadata)
         stage._loaded_from = path

@@ -1,0 +1,187 @@
+"""The benchmark's own arithmetic and data, and one small run of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+def passes(*rates, images=100):
+    from bench.report import Pass
+
+    return [Pass(images, images / rate, 0.2) for rate in rates]
+
+
+def test_equal_seeds_are_equal_photos_and_others_are_not():
+    from bench.data import KINDS, photo
+
+    for name in ("jpeg", "png", "struct"):
+        assert photo(3, KINDS[name]) == photo(3, KINDS[name])
+        assert photo(3, KINDS[name]) != photo(4, KINDS[name])
+
+
+def test_a_folder_holds_each_id_once_and_repeats_its_photos(tmp_path, monkeypatch):
+    from bench import data
+
+    monkeypatch.setitem(data.KINDS, "jpeg", data.Kind(40, 30, "JPEG", 8))
+    folder = data.parquet(tmp_path, "jpeg", 24)
+    rows = dict(row for path in sorted(folder.glob("*.parquet")) for row in zip(*data.read(path), strict=True))
+    assert len(list(folder.glob("*.parquet"))) == data.FILES
+    assert sorted(rows) == list(range(24))
+    assert rows[1] == rows[9] == rows[17] != rows[2]
+
+
+def test_an_image_struct_and_a_file_of_it_have_the_same_pixels():
+    import torch
+    from bench import data, limit
+
+    from gpuml.worker.decode import decode
+
+    struct = data.photo(0, data.Kind(20, 10, "raw", 1))
+    from_file = decode(data.encoded(struct), max_pixels=1000, alpha="white")
+    assert torch.equal(limit.decoded(struct), from_file)
+    assert np.array_equal(from_file[:, 0, 0].numpy(), np.frombuffer(struct["data"][:3], np.uint8)[::-1])
+
+
+def test_ratios_are_paired_by_round():
+    from bench.report import ratios, spread
+
+    # The machine is twice as slow in the second round: for both.
+    assert ratios(passes(200, 100), passes(100, 50)) == pytest.approx([2, 2])
+    assert f"{spread([3.0, 1.0, 2.0]):.1f}" == "2.0 (1.0 to 3.0)"
+
+
+def test_the_limit_is_the_loop_with_the_higher_median():
+    from bench.report import Result, limit
+
+    results = {
+        "gpuml": Result(passes(900)),
+        "limit_loader": Result(passes(300, 310, 900)),
+        "limit_threads": Result(passes(400, 410, 420)),
+    }
+    assert limit(results) == "limit_threads"
+    assert limit({"gpuml": Result(passes(900))}) is None
+
+
+def test_the_start_of_a_pass_is_taken_off_but_never_all_of_it():
+    from bench.report import Pass
+
+    assert Pass(100, 10, 5).less(Pass(8, 6, 2)) == Pass(100, 4, 3)
+    assert Pass(100, 10, 5).less(Pass(8, 11, 5)) == Pass(100, 1, 0.5)
+    assert Pass(100, 10, 5).less(None) == Pass(100, 10, 5)
+
+
+def test_the_table_shows_medians_spread_ratio_and_failure():
+    from bench.report import Pass, Result, table
+
+    text = table(
+        {
+            "pooled": {
+                "limit_threads": Result(passes(200, 250, 400), memory=1_500_000_000, agreement=1, clear_agreement=1),
+                "gpuml": Result(passes(100, 200, 400), agreement=0.995, clear_agreement=1),
+                "ray": Result(passes(100, 100, 100), start=Pass(8, 2.5, 1)),
+                "daft": Result(failed="ImportError: a|b"),
+            }
+        }
+    )
+    rows = [line.split(" | ") for line in text.splitlines()[2:]]
+    assert rows[0][1:] == [
+        "**limit_threads**, the limit",
+        "100",
+        "250 (200 to 400)",
+        "0.80 (0.50 to 1.00)",
+        "2.00 (2.00 to 2.00)",
+        "1.5",
+        "100.0; 100.0 |",
+    ]
+    assert rows[1][4] == ""
+    assert rows[1][-1] == "99.5; 100.0 |"
+    assert rows[2][1] == "ray, 2.5 s to start in each pass taken off"
+    assert text.splitlines()[-1] == "| pooled | daft | | ImportError: a/b | | | | |"
+
+
+def test_the_json_holds_every_pass_and_the_ratios():
+    from bench.report import Result, as_json
+
+    peers = {"gpuml": Result(passes(200, 300)), "limit_threads": Result(passes(400, 400))}
+    made = json.loads(json.dumps(as_json({"pooled": peers})))["pooled"]
+    assert made["limit"] == "limit_threads"
+    assert made["limit_threads"]["gpuml_over_this"] == pytest.approx([0.5, 0.75])
+    assert [one["seconds"] for one in made["gpuml"]["passes"]] == pytest.approx([1 / 2, 1 / 3])
+    assert "gpuml_over_this" not in made["gpuml"]
+
+
+def test_labels_are_compared_where_the_reference_is_clear():
+    from bench.rounds import _agreement
+
+    truth = {0: (5, 0.9), 1: (6, 0.01), 2: (7, 0.5)}
+    assert _agreement({0: 5, 1: 9, 2: 8}, truth, 0) == pytest.approx(1 / 3)
+    assert _agreement({0: 5, 1: 9, 2: 8}, truth, 0.1) == 0.5
+    assert _agreement({0: 5}, truth, 0) == 1
+
+
+def test_the_cpu_time_and_memory_of_a_tree_count_its_children():
+    from bench import tree
+
+    work = "import time\nwhile time.process_time() < 0.5: pass\nblock = bytearray(64 << 20); print(flush=True); input()"
+    parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {work!r}], check=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.readline()
+        assert 0.5 <= tree.cpu_seconds(process.pid) < 5
+        assert tree.memory(process.pid) > 64 << 20
+        process.stdin.write("\n")
+    assert process.returncode == 0
+    assert tree.cpu_seconds(process.pid) == 0
+
+
+def test_two_who_want_the_accelerator_take_turns():
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+    from bench.workloads import ACCELERATOR_S, Accelerator
+
+    net, rows = Accelerator(), torch.zeros(50, 3, 2, 2)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(net, [rows, rows]))
+    assert time.perf_counter() - start >= 100 * ACCELERATOR_S
+    assert outputs[0].shape == (50, 10)
+
+
+def test_an_unknown_peer_is_refused_with_those_there_are():
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "--peers", "gpuml,nobody"], cwd=BENCHMARKS, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "'nobody' is none of limit_threads, limit_loader, gpuml" in done.stderr
+
+
+def test_a_small_run_measures_two_peers_that_agree(tmp_path):
+    command = ["--quick", "--peers", "limit_threads,gpuml", "--workloads", "pooled", "--images", "64", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", *command, "--data", str(tmp_path)],
+        cwd=BENCHMARKS,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| pooled | ")]
+    assert [row[1] for row in rows[:2]] == ["**limit_threads**, the limit", "gpuml"]
+    assert all(float(row[3].split()[0].replace(",", "")) > 0 for row in rows[:2]), done.stdout
+    assert all(row[-1] == "100.0; 100.0 |" for row in rows[:2]), done.stdout
