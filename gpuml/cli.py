@@ -162,10 +162,10 @@ def _path(file: str) -> tuple[Path, str | None]:
 
     match = re.fullmatch(rf"sha256:([0-9a-f]{{{_DIGITS},64}})", file)
     if not match:
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise ModelError(f"{file!r} is no file; give a path, or sha256:<hex> with at least {_DIGITS} digits")
-        return path, None
+        path = os.path.expanduser(file)  # pathlib's fails for a user that there is not, and is_file for a name too long
+        if not os.path.isfile(path):
+            raise ModelError(f"{file!r:.200} is no file; give a path, or sha256:<hex> with at least {_DIGITS} digits")
+        return Path(path), None
     found = [entry for entry in entries() if entry.sha256.startswith(match[1]) and not entry.is_download]
     if len(found) != 1:
         raise ModelError(f"{len(found)} model files in the cache {home()} have a hash that begins with {match[1]}")

@@ -6,7 +6,9 @@ is locked. A lock ends with its process, however that ends.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +16,9 @@ from pathlib import Path
 
 if sys.platform != "win32":
     import fcntl
+
+#: To open a FIFO would wait for its other end.
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
 
 @contextmanager
@@ -36,12 +41,15 @@ def shared(path: Path) -> int | None:
     Raises
     ------
     OSError
-        The file is there and cannot be opened.
+        The file is there and cannot be opened, or it is a folder, a FIFO or the like.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        descriptor = os.open(path, os.O_RDONLY | _AT_ONCE | getattr(os, "O_BINARY", 0))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", str(path))
     if sys.platform != "win32":
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -86,5 +94,5 @@ def _opened(path: Path, create: int) -> int | None:
     """A descriptor to lock alone: for writing, as NFS wants it, or for reading if the file is another user's."""
     for flags in (os.O_RDWR | create, os.O_RDONLY):
         with suppress(OSError):
-            return os.open(path, flags, 0o666)
+            return os.open(path, flags | _AT_ONCE, 0o666)
     return None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,14 @@ from gpuml.models.store import file_name, home, lock
 #: What no process finished in a day, no process will.
 _LEFTOVER_SECONDS = 86400
 
-#: Names of model files, and of downloads as `gpuml.models.fetch` has them: the content's hash is in each.
-_ENTRY = re.compile(r"(?:gpuml|[0-9a-f]{32})-([0-9a-f]{64})(?:\.\w+)?")
+#: Folder -> names of model files, and of downloads as `gpuml.models.fetch` has them: the content's hash is in each.
+_ENTRIES = {"models": r"gpuml-([0-9a-f]{64})\.pt2", "downloads": r"[0-9a-f]{32}-([0-9a-f]{64})(?:\.[A-Za-z0-9]{1,16})?"}
+
+#: Names of what else `gpuml.models.fetch` and `store.remember` write, and of what is not in its place yet: what Python's
+#: tempfile adds. The folders may hold a user's own files too, where GPUML_HOME was a folder in use: those stay.
+_OF_DOWNLOADS = r"([0-9a-f]{32})\.(?:json|lock|(?:[0-9a-f]{16}\.)?part(?:\.json)?)(?:\.\w{8})?"
+_OF_INDEX = r"([0-9a-f]{64})(?:\.\w{8})?"
+_UNFINISHED = r"\.(?:incoming|gpuml)-\w{8}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,8 @@ def prune(
 ) -> tuple[list[Entry], list[Entry]]:
     """Delete what was not used for long, and the least recently used while there is more than `max_bytes`.
 
-    Unfinished files older than a day go too, and notes that lead nowhere.
+    Unfinished files older than a day go too, and notes that lead nowhere. What has no name of gpuml's, or is not a
+    regular file, stays.
 
     Parameters
     ----------
@@ -95,43 +104,54 @@ def prune(
 
 def _entries() -> list[Entry]:
     found = []
-    for path in [*_files("models"), *_files("downloads")]:
-        if match := _ENTRY.fullmatch(path.name):
+    for folder, name in _ENTRIES.items():
+        for path, match in _files(folder, name):
             with suppress(FileNotFoundError):
-                stat = path.stat()
-                found.append(Entry(path, match[1], stat.st_size, stat.st_mtime, in_use(path)))
+                state = path.lstat()
+                found.append(Entry(path, match[1], state.st_size, state.st_mtime, in_use(path)))
     return sorted(found, key=lambda entry: entry.last_used)
 
 
 def _tidy_models() -> None:
     """Remove exports that were never finished, and notes of requests whose model file is gone."""
-    for path in _files("models"):
-        if path.name.startswith((".incoming-", ".gpuml-")) and _is_old(path):
+    for path, _ in _files("models", _UNFINISHED, stat.S_ISDIR):
+        if _is_old(path):
             shutil.rmtree(path, ignore_errors=True)
-    for path in _files("index"):
+    for path, match in _files("index", _OF_INDEX):
         with suppress(OSError):
             sha256 = path.read_text(errors="replace").strip()
-            written = re.fullmatch("[0-9a-f]{64}", path.name) or _is_old(path)  # else it is being written
+            written = path.name == match[1] or _is_old(path)  # else it is being written
             if written and not (home() / "models" / file_name(sha256)).exists():
                 path.unlink()
 
 
 def _tidy_downloads() -> None:
     """Remove parts and locks of a day ago, and notes of files that are gone; nothing of a download that runs."""
-    for path in _files("downloads"):
-        key = path.name[:32]
-        if _ENTRY.fullmatch(path.name) or in_use(path.with_name(f"{key}.lock")):
+    for path, match in _files("downloads", _OF_DOWNLOADS):
+        key = match[1]
+        if in_use(path.with_name(f"{key}.lock")):
             continue
         is_note = path.name == f"{key}.json"
         if (is_note and not list(path.parent.glob(f"{key}-*"))) or (not is_note and _is_old(path)):
             _delete(path)
 
 
-def _files(folder: str) -> list[Path]:
+def _files(folder: str, name: str, kind: Callable[[int], bool] = stat.S_ISREG) -> list[tuple[Path, re.Match[str]]]:
+    """What lies in a folder of the cache and has such a name, in order; no folders, links or FIFOs, unless asked for."""
     try:
-        return sorted((home() / folder).iterdir())
+        paths = sorted((home() / folder).iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+    matches = [(path, match) for path in paths if (match := re.fullmatch(name, path.name, re.ASCII))]
+    return [(path, match) for path, match in matches if kind(_mode(path))]
+
+
+def _mode(path: Path) -> int:
+    """Which kind of file it is, as `stat` has it, of a link the link's own; 0 if it is gone."""
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        return 0
 
 
 def _is_old(path: Path) -> bool:

@@ -79,7 +79,7 @@ def refuse_target(target: str) -> str | None:
 
 @functools.cache
 def _overloads(namespace: str, name: str) -> frozenset[str]:
-    """The overloads of an operator: any other attribute of it, such as ``decompose``, is Python of torch's own."""
+    """The overloads of an operator: any other attribute of it, such as ``overloads``, is Python of torch's own."""
     schemas = torch._C._jit_get_schemas_for_operator(f"{namespace}::{name}")
     return frozenset(schema.overload_name or "default" for schema in schemas)
 

@@ -139,9 +139,10 @@ def hash_stream(file: BinaryIO) -> str:
 
 def recall(request: dict[str, object]) -> str | None:
     """The content hash that a request led to, if its file is still here and whole."""
+    index = _index(request)
     try:
-        sha256 = _index(request).read_text().strip()
-    except (OSError, UnicodeDecodeError):  # none yet, or damaged: the export will replace it
+        sha256 = index.read_text().strip() if index.is_file() else ""  # a FIFO would not be read to its end
+    except (OSError, UnicodeDecodeError):  # gone by now, or damaged: the export will replace it
         return None
     return sha256 if re.fullmatch("[0-9a-f]{64}", sha256) and holds(sha256) else None
 
@@ -178,7 +179,7 @@ def keep(path: Path, sha256: str) -> bool:
     Raises
     ------
     ModelError
-        The file is there and cannot be read.
+        The file is there and cannot be read, or is no regular file.
     """
     with _mutex:
         known = _kept.get(path)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -11,6 +14,9 @@ from torch import nn
 
 from gpuml.errors import ModelError
 from gpuml.models.export import telling_lines
+
+#: torch.load reads them at each call.
+_WEIGHTS_ONLY, _NO_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 def weights_path(weights: str) -> Path | None:
@@ -78,6 +84,22 @@ def state_dict(path: Path) -> dict[str, torch.Tensor]:
         what = f"a dict of {', '.join(map(repr, list(state)[:5]))}" if isinstance(state, dict) else type(state).__name__
         raise ModelError(f"weights={str(path)!r} holds {what}, not tensors by name; save net.state_dict() alone")
     return dict(state)
+
+
+@contextmanager
+def no_code() -> Iterator[None]:
+    """Within it torch.load runs no code of a file, whatever its caller asks for.
+
+    torchvision's loader asks for everything, and timm's does so after a TypeError, which a file can bring about.
+    Reading a file safely beforehand proves nothing: torch.hub unpacks a zip in its cache, which may replace itself so.
+    """
+    before = {name: os.environ.pop(name, None) for name in (_WEIGHTS_ONLY, _NO_WEIGHTS_ONLY)}  # torch refuses both
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_WEIGHTS_ONLY]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def _is_safetensors(path: Path) -> bool:

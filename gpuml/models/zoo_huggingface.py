@@ -18,6 +18,7 @@ from gpuml.errors import ModelError
 from gpuml.models.export import plain_torch, telling_lines
 from gpuml.models.found import Built, Found
 from gpuml.models.store import hash_of
+from gpuml.models.weights import no_code
 from gpuml.spec import Preprocess
 
 PREFIX = "hf:"
@@ -249,7 +250,7 @@ def _network(source: _Source) -> nn.Module:
     settings = {"trust_remote_code": False, "dtype": torch.float32, "output_loading_info": True}
     net: nn.Module
     try:
-        with plain_torch():
+        with plain_torch(), no_code():
             net, report = make(source.place, revision=source.revision, **settings)
     except Exception as error:
         raise ModelError(f"{source.text} cannot be loaded ({telling_lines(error)}). {source.help()}") from error

@@ -18,7 +18,7 @@ from gpuml.errors import ModelError
 from gpuml.models.export import plain_torch, telling_lines
 from gpuml.models.found import Built, Found
 from gpuml.models.store import hash_of
-from gpuml.models.weights import load_weights, state_dict, weights_path
+from gpuml.models.weights import load_weights, no_code, state_dict, weights_path
 from gpuml.spec import Preprocess
 
 PREFIX = "timm:"
@@ -138,7 +138,7 @@ def _check_pretrained(name: str, weights: str, config: Any, labels: Sequence[str
 
 def _pretrained(name: str, config: Any) -> nn.Module:
     try:
-        with plain_torch():
+        with plain_torch(), no_code():
             net: nn.Module = _timm().create_model(name, pretrained=True)
     except Exception as error:  # the hub's errors, the network's, and what reading a damaged file may raise
         raise ModelError(

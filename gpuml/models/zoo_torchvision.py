@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
-import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,7 @@ from gpuml.errors import ModelError
 from gpuml.models.export import plain_torch, telling_lines
 from gpuml.models.found import Built, Found
 from gpuml.models.store import hash_of
-from gpuml.models.weights import load_weights, state_dict, weights_path
+from gpuml.models.weights import load_weights, no_code, state_dict, weights_path
 from gpuml.spec import Preprocess
 
 PREFIX = "torchvision:"
@@ -77,17 +75,7 @@ def network(name: str, entry: Any, path: Path | None, classes: int) -> nn.Module
 
 def _downloaded(name: str, entry: Any) -> nn.Module:
     try:
-        file = _cached(entry)
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            prefix = re.search("-([a-f0-9]+)[.]", file.name)
-            torch.hub.download_url_to_file(entry.url, str(file), prefix and prefix[1], progress=True)
-        # torchvision's own loader unpickles whatever lies in torch's cache, and unpacks a zip of one file there first:
-        # it gets only what was seen to be tensors.
-        state_dict(file)
-        if zipfile.is_zipfile(file) and len(zipfile.ZipFile(file).namelist()) < 2:
-            raise ModelError("a zip of one file is no state dict")
-        with plain_torch():
+        with plain_torch(), no_code():
             net: nn.Module = torchvision.models.get_model(name, weights=entry)
     except Exception as error:  # the network's errors, and what unpickling a damaged file may raise
         file = _cached(entry)
