@@ -3,6 +3,7 @@
 #   make demo     classify the photographs in examples/images
 #   make test     lint, then every test
 #   make lint     ruff and mypy
+#   make bench    gpuml beside other systems, 15 minutes; make bench BENCH=--quick in 3
 #   make clean    remove all that these made, .venv too
 #
 # Needs Python 3.10 or newer; another one than python3: make PYTHON=python3.12 test
@@ -14,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint clean java
+.PHONY: demo test lint bench clean java
 
 demo: $(VENV)/demo.stamp java
 	$(BIN)/python examples/quickstart.py
@@ -28,9 +29,25 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The peers have an environment of their own, on top of this one: torch, Spark and gpuml are those of .venv. Daft asks
+# for an older pyarrow than .venv has, so all peers use that one.
+BENCH ?= --out
+BENCH_VENV := .bench-venv
+bench: $(BENCH_VENV)/stamp java
+	cd examples/benchmarks && ../../$(BENCH_VENV)/bin/python -m bench $(BENCH)
+
+$(BENCH_VENV)/stamp: $(VENV)/test.stamp
+	@echo "Installing Ray, Daft and mlflow into $(BENCH_VENV): a minute and about 0.7 GB the first time"
+	$(BIN)/python -m venv $(BENCH_VENV)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir({!r})".format(sysconfig.get_path("purelib")))' \
+	  > "$$($(BENCH_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpuml.pth"
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  'ray==2.60.*' 'daft==0.7.*' 'mlflow-skinny==3.17.*' 'pandas<3'
+	@touch $@
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage
-	rm -rf artifacts spark-warehouse metastore_db derby.log
+	rm -rf artifacts spark-warehouse metastore_db derby.log .bench-venv .bench-data
 	find gpuml tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is older than pyproject.toml when the dependencies may have changed.

@@ -164,7 +164,7 @@ def _path(file: str) -> tuple[Path, str | None]:
     if not match:
         path = os.path.expanduser(file)  # pathlib's fails for a user that there is not, and is_file for a name too long
         if not os.path.isfile(path):
-            raise ModelError(f"{file!r:.200} is no file; give a path, or sha256:<hex> with at least {_DIGITS} digits")
+            raise ModelError(f"{file!r} is no file; give a path, or sha256:<hex> with at least {_DIGITS} digits")
         return Path(path), None
     found = [entry for entry in entries() if entry.sha256.startswith(match[1]) and not entry.is_download]
     if len(found) != 1:

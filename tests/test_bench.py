@@ -75,14 +75,6 @@ def test_the_limit_is_the_loop_with_the_higher_median():
     assert limit({"gpuml": Result(passes(900))}) is None
 
 
-def test_the_start_of_a_pass_is_taken_off_but_never_all_of_it():
-    from bench.report import Pass
-
-    assert Pass(100, 10, 5).less(Pass(8, 6, 2)) == Pass(100, 4, 3)
-    assert Pass(100, 10, 5).less(Pass(8, 11, 5)) == Pass(100, 1, 0.5)
-    assert Pass(100, 10, 5).less(None) == Pass(100, 10, 5)
-
-
 def test_the_table_shows_medians_spread_ratio_and_failure():
     from bench.report import Pass, Result, table
 
@@ -108,7 +100,7 @@ def test_the_table_shows_medians_spread_ratio_and_failure():
     ]
     assert rows[1][4] == ""
     assert rows[1][-1] == "99.5; 100.0 |"
-    assert rows[2][1] == "ray, 2.5 s to start in each pass taken off"
+    assert rows[2][1] == "ray, 2.5 s of each pass to start"
     assert text.splitlines()[-1] == "| pooled | daft | | ImportError: a/b | | | | |"
 
 
@@ -141,11 +133,26 @@ def test_the_cpu_time_and_memory_of_a_tree_count_its_children():
         [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         process.stdout.readline()
-        assert 0.5 <= tree.cpu_seconds(process.pid) < 5
+        assert 0.5 <= tree.cpu_seconds({}, tree.times(process.pid)) < 5
         assert tree.memory(process.pid) > 64 << 20
         process.stdin.write("\n")
     assert process.returncode == 0
-    assert tree.cpu_seconds(process.pid) == 0
+    assert tree.times(process.pid) == {}
+
+
+@pytest.mark.parametrize(
+    ("after", "seconds"),
+    [
+        ({1: (12.0, 0.0), 2: (7.0, 0.0)}, 4),
+        ({1: (12.0, 0.0), 2: (5.0, 0.0), 3: (1.5, 0.5)}, 4),  # 3 is new
+        ({1: (10.0, 8.0)}, 3),  # 2 had used 5, and 8 when it ended
+        ({1: (11.0, 0.0)}, 1),  # 2 ended and nobody waited for it: less is known, but never less than nothing
+    ],
+)
+def test_processes_that_come_and_go_keep_the_cpu_time_right(after, seconds):
+    from bench import tree
+
+    assert tree.cpu_seconds({1: (10.0, 0.0), 2: (5.0, 0.0)}, after) == pytest.approx(seconds)
 
 
 def test_two_who_want_the_accelerator_take_turns():

@@ -387,6 +387,78 @@ def test_a_range_that_begins_elsewhere_is_not_appended(served, cache, hasty, mon
     assert site.asked == [(None, None), ("bytes=100000-", '"v1"'), (None, None)]
 
 
+@pytest.mark.parametrize(
+    ("headers", "another"),
+    [
+        ({"ETag": '"v1"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}, {"ETag": '"v2"'}),
+        ({"ETag": '"v1"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}, {"Last-Modified": "another day"}),
+        ({"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}, {"Last-Modified": "another day"}),
+    ],
+)
+def test_a_range_of_another_version_is_not_appended(served, cache, hasty, monkeypatch, headers, another):
+    """A server that heeds Range and not If-Range."""
+    site, root = served
+    site.headers = headers
+    site.sends = [100_000]
+    answer = Handler.answer
+
+    def of_another(self, status, headers, body, length=None):
+        answer(self, status, {**headers, **another} if status == 206 else headers, body, length)
+
+    monkeypatch.setattr(Handler, "answer", of_another)
+    assert fetch(f"{root}/net.pt2").read_bytes() == CONTENT
+    assert [asked for asked, _ in site.asked] == [None, "bytes=100000-", None]
+
+
+def test_a_range_that_repeats_no_tag_is_appended_and_the_tags_stay_known(served, cache, hasty, monkeypatch):
+    """RFC 9110, 15.3.7: an answer to If-Range need not repeat Last-Modified."""
+    site, root = served
+    site.headers = {"ETag": '"v1"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
+    site.sends = [100_000]
+    answer = Handler.answer
+
+    def without_tags(self, status, headers, body, length=None):
+        answer(self, status, {"Content-Range": headers["Content-Range"]} if status == 206 else headers, body, length)
+
+    monkeypatch.setattr(Handler, "answer", without_tags)
+    assert fetch(f"{root}/net.pt2").read_bytes() == CONTENT
+    assert [asked for asked, _ in site.asked] == [None, "bytes=100000-"]
+    (note,) = notes(cache)
+    assert {"ETag": note["etag"], "Last-Modified": note["last_modified"]} == site.headers
+
+
+@pytest.mark.parametrize("tag", ['"' + "a" * 2000 + '"', '"a\x85"'])
+def test_a_tag_that_could_not_be_sent_back_is_none(served, cache, tag):
+    site, root = served
+    site.headers = {"ETag": tag}
+    for _ in range(2):
+        assert fetch(f"{root}/net.pt2").read_bytes() == CONTENT
+    assert [note["etag"] for note in notes(cache)] == [None]
+
+
+def test_a_length_of_too_many_digits_is_none(served, cache, monkeypatch):
+    """Beyond 4300 digits Python's int() refuses."""
+    site, root = served
+    site.length = False
+    site.headers = {"Content-Length": "9" * 5000, "ETag": '"v1"'}
+    assert fetch(f"{root}/net.pt2").read_bytes() == CONTENT
+
+
+def test_a_range_of_a_length_of_too_many_digits_is_not_appended(served, cache, hasty, monkeypatch):
+    site, root = served
+    site.sends = [100_000]
+    answer = Handler.answer
+
+    def endless(self, status, headers, body, length=None):
+        if status == 206:
+            headers["Content-Range"] = "bytes 100000-307199/" + "9" * 5000
+        answer(self, status, headers, body, length)
+
+    monkeypatch.setattr(Handler, "answer", endless)
+    assert fetch(f"{root}/net.pt2").read_bytes() == CONTENT
+    assert [asked for asked, _ in site.asked] == [None, "bytes=100000-", None]
+
+
 def test_more_bytes_than_promised_are_an_error(served, cache, hasty, monkeypatch):
     site, root = served
     site.sends = [100_000]
@@ -412,9 +484,9 @@ def test_without_a_length_the_end_of_the_connection_is_the_files(served, cache):
 FETCH = "import sys; from gpuml.models.fetch import fetch; print(fetch(sys.argv[1]))"
 
 
-def process(url):
+def process(url, script=FETCH):
     environment = {**os.environ, "PYTHONPATH": str(Path(gpuml.__file__).parents[1])}
-    command = [sys.executable, "-W", "error", "-c", FETCH, url]
+    command = [sys.executable, "-W", "error", "-c", script, url]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -581,6 +653,17 @@ def test_a_full_disk_is_no_cut_connection(served, cache, monkeypatch):
     assert len(served[0].requests) == 1
 
 
+def test_what_a_full_disk_cut_is_deleted_and_the_error_says_so(served, cache):
+    """A limit on the size of the process's files, in the place of a disk that is full."""
+    site, root = served
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+    out, err = process(f"{root}/net.pt2", limit + FETCH).communicate(timeout=60)
+    assert out == ""
+    assert "File too large; what had arrived is deleted. Make room there, or set GPUML_HOME" in err.splitlines()[-1]
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    assert len(site.requests) == 1
+
+
 # --- redirects, passwords, TLS ------------------------------------------------------------------------------------
 
 
@@ -608,6 +691,28 @@ def test_a_redirect_to_another_scheme_or_in_a_circle_is_not_followed(served, cac
     site.location = 302, {"Location": target}
     with pytest.raises(ModelError, match="not followed"):
         fetch(f"{root}/start.pt2")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://[::1/",
+        f"http://{'a' * 70}.org/net.pt2",
+        "http://h\xf6st..x/",
+        "http://127.0.0.1:99999999/",
+        "http://127.0.0.1:port/",
+    ],
+)
+def test_a_redirect_to_no_url_is_an_error_and_the_file_that_is_here_is_used(served, cache, caplog, target):
+    site, root = served
+    site.location = 302, {"Location": target}
+    with pytest.raises(ModelError, match=r"start\.pt2 cannot be downloaded: \w+: .* give the path of the file"):
+        fetch(f"{root}/start.pt2")
+    site.location = None
+    path = fetch(f"{root}/start.pt2")
+    site.location = 302, {"Location": target}
+    assert fetch(f"{root}/start.pt2") == path
+    assert f"Used is what was downloaded before, {path}" in caplog.text
 
 
 def test_a_password_reaches_its_host_alone_and_shows_nowhere(served, cache, caplog, hasty):

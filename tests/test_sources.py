@@ -541,3 +541,17 @@ def test_hostile_weights_in_torchs_cache_run_with_plain_torchvision_and_are_refu
         with contextlib.suppress(Exception):
             entry.get_state_dict(progress=True, check_hash=True)  # as torchvision's own loader calls it
     assert harm.exists()
+
+
+def test_no_error_shows_a_password(tmp_path, monkeypatch):
+    (tmp_path / "text").write_text("hello")
+    monkeypatch.setattr(sources, "fetch", lambda url: tmp_path / "text")
+    for arguments in (
+        ("http://u:hunter2@host/net.pt2?sig=hunter2",),
+        ("http://u:hunter2@host/net.pt2", "none"),
+        ("./net.pt2", "http://u:hunter2@host/w.pth?sig=hunter2"),
+        (SQUEEZENET, "http://u:hunter2@host/w.pth?sig=hunter2"),
+    ):
+        message = refusal(*arguments)
+        assert "hunter2" not in message
+        assert "//host/" in message

@@ -433,6 +433,8 @@ def test_weights_are_refused_as_a_checkpoint_holds_its_own(vit):
     ("name", "reason"),
     [
         ("./nowhere", "there is no such folder on the driver"),
+        ("~nosuchuser", "there is no such folder on the driver"),
+        ("./" + "a" * 5000, "there is no such folder on the driver"),
         (str(FILES[0]), "that is a file"),
         ("", "names no checkpoint"),
         ("a/b/c", "names no checkpoint"),
@@ -445,7 +447,7 @@ def test_a_name_that_is_none_is_refused_saying_what_to_type(name, reason):
 
 
 def test_a_folder_with_a_damaged_or_missing_config_is_refused(own, tmp_path):
-    for text in ("{", "[]", '{"model_type": "vit", "hidden_size": "many"}'):
+    for text in ("{", "[]", "[" * 100_000, '{"model_type": "vit", "hidden_size": "many"}'):
         (own / "config.json").write_text(text)
         assert "config.json" in refusal(own)
     (tmp_path / "empty").mkdir()
@@ -509,3 +511,84 @@ def test_hostile_weights_of_a_checkpoint_run_with_plain_torch_and_are_refused_he
     assert not harm.exists()
     torch.load(pickled, weights_only=False)
     assert harm.exists()
+
+
+@pytest.mark.parametrize("kernel", ["acme/kernel", "kernels-community/flash-attn2", "flash_attention_2"])
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_an_implementation_that_a_config_chooses_is_not_looked_for(own, key, kernel):
+    """transformers would fetch a kernel of that name from the hub, and run it."""
+    edit(own / "config.json", **{key: kernel})
+    config = zoo_huggingface.find(str(own), "", ()).build().net.net.config
+    assert (config._attn_implementation, config._experts_implementation) == ("sdpa", "eager")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_labels": 5_000_000, "id2label": None, "label2id": None},
+        {"num_labels": 1e300, "id2label": None, "label2id": None},
+        {"part": {"num_labels": 5_000_000}},
+    ],
+)
+def test_more_labels_than_a_classifier_has_are_refused_before_they_are_made(own, values, monkeypatch):
+    edit(own / "config.json", **values)
+    monkeypatch.setattr(transformers.ViTConfig, "from_dict", lambda values: pytest.fail("made"))
+    assert f"hf:{own} has more than 1000000 labels" in refusal(own)
+
+
+def test_more_names_of_labels_than_a_classifier_has_are_refused(own, monkeypatch):
+    monkeypatch.setattr(zoo_huggingface, "_MOST_LABELS", 39)
+    assert f"hf:{own} has more than 39 labels" in refusal(own)
+
+
+def test_a_network_of_timm_in_a_checkpoint_of_transformers_is_refused(own):
+    """Its settings choose files that timm reads, and repositories."""
+    edit(own / "config.json", model_type="timm_wrapper", architecture="resnet18")
+    assert "is a network of timm, 'resnet18' (model_type 'timm_wrapper'): give model='timm:...'" in refusal(own)
+    edit(own / "config.json", model_type="vit", architecture=None, backbone_config={"model_type": "timm_backbone"})
+    assert "(model_type 'timm_backbone'): give model='timm:...'" in refusal(own)
+
+
+def test_a_quantized_checkpoint_is_refused(own):
+    """What reads it may be a kernel of the hub."""
+    edit(own / "config.json", quantization_config={"quant_method": "eetq"})
+    assert "is quantized (quantization_config" in refusal(own)
+
+
+def test_a_folder_with_an_adapter_is_refused(own):
+    (own / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "acme/base"}))
+    message = refusal(own)
+    assert "adapter_config.json" in message
+    assert "merge_and_unload()" in message
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize(
+    "name", ["../weights", "/weights", ".hidden", ".hidden/weights", "below/weights", "", 5, ["a"]]
+)
+def test_weights_that_an_index_has_elsewhere_are_refused(own, index, name):
+    """What is not a plain file of the folder is not in the key that the cache knows the model by."""
+    (own / index).write_text(json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors", "b": name}}))
+    message = refusal(own)
+    assert f"{index} of hf:{own} names {name!r}, which is no plain name of a file" in message
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": ["a"]}', "[" * 100_000])
+def test_an_index_that_is_damaged_is_refused(own, content):
+    (own / "model.safetensors.index.json").write_text(content)
+    assert f"model.safetensors.index.json of hf:{own} cannot be read" in refusal(own)
+
+
+def test_weights_in_two_files_are_read(own, vit):
+    net = transformers.AutoModelForImageClassification.from_pretrained(vit)
+    (own / "model.safetensors").unlink()
+    net.save_pretrained(own, max_shard_size="20KB")
+    assert (own / "model.safetensors.index.json").is_file()
+    built = zoo_huggingface.find(str(own), "", ()).build().net.net
+    assert torch.equal(built.classifier.weight, net.classifier.weight)
+
+
+def test_a_config_that_names_hidden_weights_is_refused(own):
+    (own / ".weights.safetensors").write_bytes((own / "model.safetensors").read_bytes())
+    edit(own / "config.json", transformers_weights=".weights.safetensors")
+    assert f"config.json of hf:{own} names '.weights.safetensors', which is no plain name of a file" in refusal(own)

@@ -30,6 +30,13 @@ WAIT_SECONDS = (1.0, 2.0, 4.0)
 
 _BLOCK = 1 << 20
 
+#: What http.client and urllib raise on what a server sends: also ValueError, for a redirect to "http://[::1/" or to a
+#: host that IDNA does not have.
+_FAILURES = (OSError, http.client.HTTPException, ValueError)
+
+#: A number of bytes. More digits are no length of a file, and beyond 4300 int() fails.
+_LENGTH = r"\d{1,18}"
+
 _ADVICE = "Or download it by other means, and give the path of the file"
 
 
@@ -156,21 +163,24 @@ def _ask(source: Source, part: Path, known: Tags | None) -> http.client.HTTPResp
             if error.code >= 500:
                 raise _Cut from error
             raise ModelError(f"{source} cannot be downloaded: {_status(error.code)}. {_ADVICE}") from None
-    except (OSError, http.client.HTTPException) as error:
+    except ModelError:
+        raise
+    except _FAILURES as error:
         raise _Cut from error
 
 
 def _receive(response: http.client.HTTPResponse, source: Source, part: Path, progress: Progress) -> Tags:
     """Write the body of an answer to `part`, after what is there or over it."""
-    tags = Tags(response.headers["ETag"], response.headers["Last-Modified"])
+    tags = Tags(_tag(response.headers["ETag"]), _tag(response.headers["Last-Modified"]))
     length = response.headers["Content-Length"] if not response.headers["Transfer-Encoding"] else None
-    total = int(length) if length and length.isdecimal() else None
+    total = int(length) if length and re.fullmatch(_LENGTH, length) else None
     have = _size(part) if response.status == 206 else 0
     if have:
-        ranges = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers["Content-Range"] or "")
-        if not ranges or int(ranges[1]) != have:
+        before = _tags_of(part)
+        ranges = re.fullmatch(rf"bytes ({_LENGTH})-{_LENGTH}/({_LENGTH})", response.headers["Content-Range"] or "")
+        if before is None or not ranges or int(ranges[1]) != have or _differ(before, tags):
             raise _Anew
-        total = int(ranges[2])
+        tags, total = before, int(ranges[2])
     elif response.status != 200:
         raise ModelError(f"{source} cannot be downloaded: {_status(response.status)}. {_ADVICE}")
     with part.open("ab" if have else "wb") as out:
@@ -200,8 +210,19 @@ def _read(response: http.client.HTTPResponse) -> bytes:
     try:
         block: bytes = response.read1(_BLOCK)  # what has come: nothing of it is lost if the connection ends now
         return block
-    except (OSError, http.client.HTTPException) as error:
+    except _FAILURES as error:
         raise _Cut from error
+
+
+def _tag(header: str | None) -> str | None:
+    """A tag that can be sent back: servers refuse long headers, and http.client other than printable ones."""
+    return header if header and re.fullmatch("[ -~]{1,1000}", header) else None
+
+
+def _differ(one: Tags, other: Tags) -> bool:
+    """Whether two answers are of two versions; a tag that one of them lacks says nothing."""
+    pairs = ((one.etag, other.etag), (one.last_modified, other.last_modified))
+    return any(a is not None and b is not None and a != b for a, b in pairs)
 
 
 def _tags_of(part: Path) -> Tags | None:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from string import punctuation
@@ -74,7 +75,12 @@ def fetch(url: str) -> Path:
         try:
             return _fetch(source, sha256, folder / key, part)
         except OSError as error:  # a full disk, say; what the network raises is a ModelError by now
-            raise ModelError(f"{source} cannot be written to {folder}: {error.strerror or error}") from error
+            with suppress(OSError):  # a part that fills the disk would stay there until a prune
+                discard(part)
+            raise ModelError(
+                f"{source} cannot be written to {folder}: {error.strerror or error}; what had arrived is deleted. Make "
+                f"room there, or set GPUML_HOME to a folder that has it"
+            ) from error
         finally:
             if not alone:
                 discard(part)

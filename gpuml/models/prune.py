@@ -21,8 +21,8 @@ _LEFTOVER_SECONDS = 86400
 #: Folder -> names of model files, and of downloads as `gpuml.models.fetch` has them: the content's hash is in each.
 _ENTRIES = {"models": r"gpuml-([0-9a-f]{64})\.pt2", "downloads": r"[0-9a-f]{32}-([0-9a-f]{64})(?:\.[A-Za-z0-9]{1,16})?"}
 
-#: Names of what else `gpuml.models.fetch` and `store.remember` write, and of what is not in its place yet: what Python's
-#: tempfile adds. The folders may hold a user's own files too, where GPUML_HOME was a folder in use: those stay.
+#: Names of what else `gpuml.models.fetch` and `store.remember` write, and of what is not in its place yet, with what
+#: Python's tempfile adds. Where GPUML_HOME is a folder that a user has for other things too, no other name is touched.
 _OF_DOWNLOADS = r"([0-9a-f]{32})\.(?:json|lock|(?:[0-9a-f]{16}\.)?part(?:\.json)?)(?:\.\w{8})?"
 _OF_INDEX = r"([0-9a-f]{64})(?:\.\w{8})?"
 _UNFINISHED = r"\.(?:incoming|gpuml)-\w{8}"
@@ -137,7 +137,7 @@ def _tidy_downloads() -> None:
 
 
 def _files(folder: str, name: str, kind: Callable[[int], bool] = stat.S_ISREG) -> list[tuple[Path, re.Match[str]]]:
-    """What lies in a folder of the cache and has such a name, in order; no folders, links or FIFOs, unless asked for."""
+    """What lies in a folder of the cache and has such a name, in order: regular files, no links, folders or FIFOs."""
     try:
         paths = sorted((home() / folder).iterdir())
     except (FileNotFoundError, NotADirectoryError):

@@ -51,16 +51,18 @@ def resolve(model: str, weights: str = "", labels: Sequence[str] = (), preproces
             if not _is_http(weights):
                 return _from_zoo(model, find(model.removeprefix(prefix), weights, labels), labels, preprocess)
             file = fetch(weights)
-            with named(file, weights.partition("?")[0]):
+            with named(file, _shown(weights)):
                 return _from_zoo(model, find(model.removeprefix(prefix), str(file), labels), labels, preprocess)
     if weights:
-        model, weights = (re.sub(r"//[^/@]*@", "//", text) for text in (model, weights))  # no password
-        raise ModelError(f"weights={weights!r} go with a zoo name such as 'torchvision:resnet50', not model={model!r}")
+        raise ModelError(
+            f"weights={_shown(weights)!r} go with a zoo's name such as 'torchvision:resnet50', not "
+            f"model={_shown(model)!r}"
+        )
     if match := re.fullmatch(r"sha256:([0-9a-f]{64})", model):
         return _from_file(store.path_of(match[1]), match[1], labels, preprocess)
     if _is_http(model):
         file = fetch(model)
-        with named(file, model.partition("?")[0]):
+        with named(file, _shown(model)):
             return _from_file(file, None, labels, preprocess)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", model) and not model.startswith("file:/"):
         prefix, _, rest = model.partition(":")
@@ -141,6 +143,11 @@ def _request(key: dict[str, object], labels: Sequence[str], preprocess: Preproce
         "torch": torch.__version__,
         "gpuml": __version__,
     }
+
+
+def _shown(text: str) -> str:
+    """A URL without its password and its query, which may be a signature; any other text as it is."""
+    return re.sub(r"//[^/@]*@", "//", text).partition("?")[0] if _is_http(text) else text
 
 
 def _is_http(text: str) -> bool:

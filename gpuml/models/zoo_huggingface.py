@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -32,6 +34,9 @@ PROCESSORS = (
 
 #: Pillow's numbers for the interpolations that a Preprocess has.
 _RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}
+
+#: ImageNet-21k has 21,843 classes. transformers makes a name for each of as many as a config.json says.
+_MOST_LABELS = 10**6
 
 
 class Logits(nn.Module):
@@ -89,6 +94,8 @@ def find(name: str, weights: str, labels: Sequence[str]) -> Found:
     # From here on by the commit: a branch that moves meanwhile gives what the key says.
     pinned = source if source.is_folder else replace(source, revision=file.parent.name)
     config = _config(source, file)
+    if source.is_folder:
+        _check_folder(source, config)
     if labels and len(labels) != config.num_labels:  # before a download of hundreds of MB
         counts = f"{len(labels)} labels for {source.text} with {config.num_labels} outputs"
         raise ModelError(f"{counts}; give one label per output, in order")
@@ -96,7 +103,7 @@ def find(name: str, weights: str, labels: Sequence[str]) -> Found:
 
     def build() -> Built:
         preprocess, reason = _preprocess_of(pinned)
-        return Built(Logits(_network(pinned)), names, preprocess, _activation(config), reason)
+        return Built(Logits(_network(pinned, config)), names, preprocess, _activation(config), reason)
 
     key: dict[str, object] = {
         "zoo": f"sha256:{_hash_of_folder(Path(source.place))}" if source.is_folder else f"{PREFIX}{source.place}",
@@ -192,11 +199,13 @@ def _transformers() -> Any:
 
 
 def _source(name: str) -> _Source:
-    path = Path(name).expanduser()
-    if name and path.is_dir():
+    path = Path(
+        os.path.expanduser(name)
+    )  # pathlib's fails for a user that there is not, and is_dir for a name too long
+    if name and os.path.isdir(path):
         return _Source(f"{PREFIX}{name}", str(path), None, is_folder=True)
     if re.match(r"[./~]|[A-Za-z]:\\", name):
-        problem = "that is a file" if path.is_file() else "there is no such folder on the driver"
+        problem = "that is a file" if os.path.isfile(path) else "there is no such folder on the driver"
         raise ModelError(f"model='{PREFIX}{name}': {problem} ({path.absolute()}); give the folder of a checkpoint")
     place, _, revision = name.partition("@")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) or name.endswith("@"):
@@ -224,9 +233,11 @@ def _config(source: _Source, file: Path) -> Any:
     """The configuration of an image classifier that transformers itself knows."""
     transformers = _transformers()
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8"), object_hook=partial(_plain, source))
         kind = raw.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+    except ModelError:
+        raise
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{source.text} has no config.json to read ({telling_lines(error)}). {source.help()}"
         ) from error
@@ -245,9 +256,58 @@ def _config(source: _Source, file: Path) -> Any:
     raise ModelError(f"{source.text} is {what} to transformers {transformers.__version__}; use from_module(net, ...)")
 
 
-def _network(source: _Source) -> nn.Module:
+def _plain(source: _Source, values: dict[str, Any]) -> dict[str, Any]:
+    """An object of a config.json, the whole or a part, without its choice of an implementation of attention or experts.
+
+    transformers downloads one with a repository's name, or flash_attention_2, from the hub and runs it, where the
+    package kernels is installed. Without a choice it takes torch's own, or a plain one, and those export.
+    """
+    kind, count, names = (values.get(key) for key in ("model_type", "num_labels", "id2label"))
+    if (
+        max(count if isinstance(count, (int, float)) else 0, len(names) if isinstance(names, dict) else 0)
+        > _MOST_LABELS
+    ):
+        raise ModelError(f"{source.text} has more than {_MOST_LABELS} labels, says its config.json; is it damaged?")
+    if str(kind).startswith("timm_"):  # its settings name files and repositories that timm would read
+        raise ModelError(
+            f"{source.text} is a network of timm, {values.get('architecture')!r:.100} (model_type {kind!r}): give "
+            f"model='timm:...' with its name there"
+        )
+    if values.get("quantization_config"):  # some kinds are read with kernels of the hub
+        raise ModelError(
+            f"{source.text} is quantized (quantization_config in its config.json), which no model file is; choose the "
+            f"checkpoint that it was made from"
+        )
+    return {key: value for key, value in values.items() if "_implementation" not in key}
+
+
+def _check_folder(source: _Source, config: Any) -> None:
+    """Refuse what would be read from elsewhere, or from a hidden file: the model's key is a hash of the others."""
+    folder = Path(source.place)
+    if os.path.lexists(folder / "adapter_config.json"):
+        raise ModelError(
+            f"{source.text} has an adapter_config.json, which may name another checkpoint. Merge the adapter into the "
+            f"network with peft's merge_and_unload(), and save_pretrained() that to a folder of its own"
+        )
+    named = [("config.json", getattr(config, "transformers_weights", None) or "model.safetensors")]
+    for index in [*folder.glob("*.safetensors.index.json"), *folder.glob("pytorch_model.bin.index.json")]:
+        try:
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ModelError(f"{index.name} of {source.text} cannot be read ({telling_lines(error)})") from error
+        named += [(index.name, file) for file in files]
+    for place, file in named:
+        if not isinstance(file, str) or file.startswith(".") or not file or PurePath(file).name != file:
+            raise ModelError(
+                f"{place} of {source.text} names {file!r:.200}, which is no plain name of a file in that folder; "
+                f"save_pretrained() writes such"
+            )
+
+
+def _network(source: _Source, config: Any) -> nn.Module:
+    """The network with its weights; `config` is what `_plain` left, so no other reading of config.json counts."""
     make = _transformers().AutoModelForImageClassification.from_pretrained
-    settings = {"trust_remote_code": False, "dtype": torch.float32, "output_loading_info": True}
+    settings = {"trust_remote_code": False, "dtype": torch.float32, "output_loading_info": True, "config": config}
     net: nn.Module
     try:
         with plain_torch(), no_code():

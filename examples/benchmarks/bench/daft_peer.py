@@ -19,6 +19,8 @@ from bench.workloads import network, outputs
 
 BATCH = 100
 
+daft.set_runner_native()  # once a process
+
 transform = transforms.Compose([transforms.ToTensor(), ImageClassification(crop_size=224, resize_size=256)])
 RESULT = daft.DataType.struct(
     {"prediction": daft.DataType.float32(), "probability": daft.DataType.list(daft.DataType.float32())}
@@ -27,7 +29,7 @@ RESULT = daft.DataType.struct(
 
 @daft.cls(max_concurrency=1)
 class Classifier:
-    """Holds the network; one instance for the one device, as in the script."""
+    """Holds the network: one instance, as the script has one a GPU; torch's threads use all cores."""
 
     def __init__(self, name: str, models: str) -> None:
         self.net = network(name, models)
@@ -42,7 +44,6 @@ class Classifier:
 
 
 def daft_native(setting: Setting) -> Job:
-    daft.set_runner_native()
     tensor = daft.DataType.tensor(dtype=daft.DataType.float32(), shape=(3, 224, 224))
 
     def job(collect: bool) -> dict[int, int]:

@@ -19,7 +19,7 @@ PHOTOGRAPHS = [Path(__file__).parents[2] / "images" / name for name in NAMES]
 #: Standard deviation of the noise of a pixel's brightness, of 255.
 NOISE = 5
 
-#: Files in a folder; with one partition a file, the tasks of two cores end together.
+#: Files in a full folder; with one partition a file, the tasks of two cores end together.
 FILES = 8
 
 
@@ -81,9 +81,9 @@ def photo(seed: int, kind: Kind) -> Any:
     return buffer.getvalue()
 
 
-def parquet(root: Path, kind: str, images: int) -> Path:
-    """The folder of `images` rows (id, content) in `FILES` files; written at the first call."""
-    folder = root / f"{kind}-{images}"
+def parquet(root: Path, kind: str, images: int, files: int = FILES) -> Path:
+    """The folder of `images` rows (id, content) in as many files; written at the first call."""
+    folder = root / f"{kind}-{images}-{files}"
     if folder.is_dir():
         return folder
     made = root / f".{folder.name}"
@@ -91,8 +91,8 @@ def parquet(root: Path, kind: str, images: int) -> Path:
     made.mkdir(parents=True)
     photos = [photo(seed, KINDS[kind]) for seed in range(min(images, KINDS[kind].distinct))]
     schema = pa.schema([("id", pa.int64()), ("content", STRUCT if KINDS[kind].encoding == "raw" else pa.binary())])
-    for part in range(FILES):
-        numbers = range(part, images, FILES)
+    for part in range(files):
+        numbers = range(part, images, files)
         rows = {"id": list(numbers), "content": [photos[number % len(photos)] for number in numbers]}
         # Encoded images do not compress further, and repeated ones must not become a dictionary.
         pq.write_table(pa.table(rows, schema), made / f"part-{part}.parquet", compression="none", use_dictionary=False)

@@ -12,7 +12,7 @@ from mlflow.pyfunc import PythonModel
 BATCH = 64
 
 
-class Classifier(PythonModel):  # type: ignore[misc]
+class Classifier(PythonModel):
     """Decodes, preprocesses and scores; the weights are an artifact."""
 
     def __init__(self, name: str) -> None:
@@ -24,7 +24,8 @@ class Classifier(PythonModel):  # type: ignore[misc]
         weights = context.artifacts.get("weights", "") if context.artifacts else ""
         self.score = scorer(self.name, Path(weights).parent)
 
-    def predict(self, context: Any, model_input: Any, params: Any = None) -> pd.DataFrame:
+    # mlflow reads the hints of the rows as a schema, and warns of one that is none.
+    def predict(self, context, model_input, params=None) -> pd.DataFrame:
         rows = model_input.iloc[:, 0].tolist()
         parts = [self.score(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)]
         return pd.DataFrame(

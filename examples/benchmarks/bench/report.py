@@ -28,6 +28,7 @@ class Result:
 
     Parameters
     ----------
+    start : a pass of 8 images, of a peer that starts its processes in each pass; `passes` include as much.
     first_seconds : of the first pass: loading, starting workers, compiling.
     memory : peak bytes of the process tree, in an untimed pass.
     agreement : part of the labels that are the reference's.
@@ -35,6 +36,7 @@ class Result:
     """
 
     passes: list[Pass] = field(default_factory=list)
+    start: Pass | None = None
     first_seconds: float = 0
     memory: int = 0
     agreement: float = 0
@@ -72,7 +74,7 @@ def limit(results: dict[str, Result]) -> str | None:
 def table(results: dict[str, dict[str, Result]]) -> str:
     """Markdown: a row for each workload and peer."""
     lines = [
-        "| Workload | Peer | Images | Images/s | gpuml is faster by | CPU-ms an image | Memory, GB | Equal labels, % |",
+        "| Workload | Peer | Images | Images/s | gpuml / peer | CPU-ms an image | Memory, GB | Equal labels, % |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for workload, peers in results.items():
@@ -83,6 +85,8 @@ def table(results: dict[str, dict[str, Result]]) -> str:
 
 def _row(workload: str, name: str, result: Result, peers: dict[str, Result], is_limit: bool) -> str:
     shown = f"**{name}**, the limit" if is_limit else name
+    if result.start:
+        shown += f", {result.start.seconds:.1f} s of each pass to start"
     if result.failed:
         return f"| {workload} | {shown} | | {result.failed.replace('|', '/')} | | | | |"
     ours = peers.get("gpuml")
@@ -119,7 +123,8 @@ def as_json(results: dict[str, dict[str, Result]]) -> dict[str, Any]:
         ours = peers.get("gpuml")
         made[workload] = {"limit": limit(peers)}
         for name, result in peers.items():
-            row = {key: value for key, value in vars(result).items() if key != "passes"}
+            row = {key: value for key, value in vars(result).items() if key not in ("passes", "start")}
+            row["start"] = result.start and vars(result.start)
             row["passes"] = [vars(one) for one in result.passes]
             if ours and ours.passes and result.passes and name != "gpuml":
                 row["gpuml_over_this"] = ratios(ours.passes, result.passes)

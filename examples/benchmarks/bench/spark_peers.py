@@ -22,18 +22,20 @@ BATCH = 64
 OUTPUTS = StructType([StructField("prediction", FloatType()), StructField("probability", ArrayType(FloatType()))])
 
 
-def session(cores: int, **conf: str) -> SparkSession:
-    """A local session, made at the first call; each peer has its own process, and so its own."""
+def frame_of(setting: Setting, **conf: str) -> DataFrame:
+    """The images, in a local session that is made at the first call: each peer has its own process, and so its own."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
     settings = {
         "spark.driver.memory": "4g",  # in local mode it holds the executor as well
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
-        "spark.sql.files.minPartitionNum": "8",  # one a file; Spark would make 3 of them, too few for 2 cores
         "spark.log.level": "ERROR",
         **conf,
     }
-    return SparkSession.builder.master(f"local[{cores}]").config(map=settings).getOrCreate()
+    spark = SparkSession.builder.master(f"local[{setting.cores}]").config(map=settings).getOrCreate()
+    # A partition for each file; Spark alone would make 3 of 8, of which two cores do the last one in turn.
+    spark.conf.set("spark.sql.files.minPartitionNum", str(len(list(Path(setting.data).glob("*.parquet")))))
+    return spark.read.parquet(setting.data)
 
 
 def gpuml(setting: Setting) -> Job:
@@ -41,7 +43,7 @@ def gpuml(setting: Setting) -> Job:
     from bench.workloads import PREPROCESS
     from gpuml import ImageClassifier
 
-    frame = session(setting.cores).read.parquet(setting.data)
+    frame = frame_of(setting)
     if setting.network == "accelerator":
         source = {"model": "python:bench.workloads:accelerator", "preprocess": PREPROCESS.to_json()}
     else:
@@ -60,7 +62,7 @@ def batch_udf(setting: Setting) -> Job:
         return scorer(name, models)
 
     predict: Any = predict_batch_udf(load, return_type=OUTPUTS, batch_size=BATCH)
-    frame = session(setting.cores).read.parquet(setting.data)
+    frame = frame_of(setting)
     return _job(frame.select("id", predict("content").alias("out")).select("id", "out.*"))
 
 
@@ -73,7 +75,7 @@ def batch_udf_floats(setting: Setting) -> Job:
     """
     name, models = setting.network, setting.models
 
-    @F.pandas_udf(ArrayType(FloatType()))  # type: ignore[call-overload]
+    @F.pandas_udf(ArrayType(FloatType()))
     def features(content: pd.Series) -> pd.Series:
         import io
 
@@ -96,7 +98,7 @@ def batch_udf_floats(setting: Setting) -> Job:
         "spark.sql.execution.arrow.maxRecordsPerBatch": "512",
         "spark.sql.parquet.columnarReaderBatchSize": "1024",
     }
-    frame = session(setting.cores, **conf).read.parquet(setting.data).select("id", features("content").alias("data"))
+    frame = frame_of(setting, **conf).select("id", features("content").alias("data"))
     return _job(frame.withColumn("out", predict("data")).select("id", "data", "out.*"))
 
 
@@ -117,7 +119,7 @@ def pandas_udf(setting: Setting) -> Job:
     """One pandas UDF with torchvision's preset, its network cached per worker, 64 rows in a forward pass."""
     name, models = setting.network, setting.models
 
-    @F.pandas_udf(OUTPUTS)  # type: ignore[call-overload]
+    @F.pandas_udf(OUTPUTS)
     def classify(content: pd.Series) -> pd.DataFrame:
         from bench.spark_peers import cached_scorer
 
@@ -130,7 +132,7 @@ def pandas_udf(setting: Setting) -> Job:
             }
         )
 
-    frame = session(setting.cores).read.parquet(setting.data)
+    frame = frame_of(setting)
     return _job(frame.select("id", classify("content").alias("out")).select("id", "out.*"))
 
 
@@ -150,9 +152,8 @@ def mlflow(setting: Setting) -> Job:
         weights = {} if name == "accelerator" else {"weights": f"{setting.models}/{name}.pt"}
         model = Classifier(name)
         mlflow.pyfunc.save_model(uri, python_model=model, artifacts=weights or None, pip_requirements=[])
-    spark = session(setting.cores)
-    classify = mlflow.pyfunc.spark_udf(spark, uri, result_type=OUTPUTS, env_manager="local")
-    frame = spark.read.parquet(setting.data)
+    frame = frame_of(setting)
+    classify = mlflow.pyfunc.spark_udf(frame.sparkSession, uri, result_type=OUTPUTS, env_manager="local")
     return _job(frame.select("id", classify("content").alias("out")).select("id", "out.*"))
 
 

@@ -19,7 +19,7 @@ from gpuml.models.file import load
 from gpuml.worker.preprocess import normalise, resize_crop
 
 #: Images looked at, and how often; the median of the passes is given.
-IMAGES, PASSES = 32, 5
+IMAGES, PASSES = 16, 5
 
 
 def stages(name: str, folder: Path, models: Path) -> dict[str, float]:

@@ -1,0 +1,236 @@
+"""A plan -> measured passes: one process per peer, all warm, one of them working at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import data, tree
+from bench.report import Pass, Result
+from bench.serve import Setting, open_message
+from bench.workloads import MAIN, WORKLOADS, Workload, prepare, reference
+
+#: A pass of a slow peer has a half or a quarter of the images, so as to take no longer than this if it can:
+#: so many of the files, since each file is a task, and a task has its costs.
+PASS_S = 3.0
+
+#: The peers that get all images in every workload.
+ALL_IMAGES = ("limit_threads", "limit_loader", "gpuml")
+
+#: The peers of the workloads with other images.
+OTHER_IMAGES = ("limit_threads", "gpuml")
+
+#: Starts its processes anew in each pass, in seconds that a long job would not notice. A pass of 8 images shows how
+#: many; they are not taken off, since decoding goes on meanwhile: with few images that would leave nearly nothing.
+STARTS_ANEW = ("ray",)
+
+#: Spark ends a Python worker that was idle for a minute; a peer that waited longer gets an untimed pass first.
+WARM_S = 45.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `images` is for every pass; None: a workload's own number, times `share`, as `PASS_S` says."""
+
+    peers: list[str]
+    workloads: list[str]
+    rounds: int
+    share: float
+    images: int | None
+    cores: int
+    root: Path
+
+    def size(self, workload: Workload) -> int:
+        """Images in a full pass, as many in each file."""
+        return self.images or max(int(workload.images * self.share) // data.FILES, 1) * data.FILES
+
+
+class Failed(Exception):
+    """A peer answered that it could not do what it was asked."""
+
+
+class Peer:
+    """A process that runs one peer; `last` is when it last worked."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.name = name
+        self.last = 0.0
+        logs = root / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        # OMP_NUM_THREADS unset: each system chooses for its own workers, as it would for a user.
+        environment = {**os.environ, "PYTHONPATH": path, "GPUML_HOME": str(root / "home")}
+        with open(logs / f"{name}.txt", "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "bench.serve", name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                cwd=root,
+            )
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a line and wait for the answer.
+
+        Raises
+        ------
+        Failed
+            The peer says that it failed, or its process ended.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        self.last = time.monotonic()
+        answer: dict[str, Any] = json.loads(line or '{"failed": "its process ended"}')
+        if "failed" in answer:
+            raise Failed(f"{answer['failed']}; see logs/{self.name}.txt")
+        return answer
+
+    def run(self, images: int) -> Pass:
+        """One timed pass."""
+        before = tree.times(self.process.pid)
+        seconds = self.ask({"collect": False})["seconds"]
+        return Pass(images, seconds, tree.cpu_seconds(before, tree.times(self.process.pid)))
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            tree.end(self.process.pid)
+
+
+Measured = tuple[dict[str, dict[str, float]], dict[str, dict[str, Result]], float]
+
+
+def measure(plan: Plan) -> Measured:
+    """Stages, results by workload and peer, and the cores that waiting peers use."""
+    models = plan.root / "models"
+    prepare(models, {WORKLOADS[name].network for name in plan.workloads})
+    stages = _stages(plan, models)
+    peers: dict[str, Peer] = {}
+    results: dict[str, dict[str, Result]] = {}
+    try:
+        for name in plan.peers:
+            peers[name] = Peer(name, plan.root)
+        for workload in plan.workloads:
+            results[workload] = _workload(plan, workload, list(peers.values()))
+        idle = _idle(list(peers.values()))
+    finally:
+        for peer in peers.values():
+            peer.close()
+    return stages, results, idle
+
+
+def _workload(plan: Plan, name: str, peers: list[Peer]) -> dict[str, Result]:
+    """Open and check each peer, then the rounds, in which the peers take turns."""
+    workload = WORKLOADS[name]
+    if name not in MAIN:
+        peers = [peer for peer in peers if peer.name in OTHER_IMAGES]
+    size = plan.size(workload)
+    truth = reference(workload.network, plan.root / "models", data.parquet(plan.root, workload.kind, size))
+    results: dict[str, Result] = {peer.name: Result() for peer in peers}
+    sizes: dict[str, int] = {}
+    for peer in peers:
+        _say(f"{name}: {peer.name}: checking")
+        try:
+            sizes[peer.name] = _opened(plan, workload, peer, size, truth, results[peer.name])
+        except Failed as error:
+            results[peer.name].failed = str(error)
+    for number in range(plan.rounds):
+        turn = number % len(peers)
+        for peer in peers[turn:] + peers[:turn]:  # each is first, and last, at times
+            result = results[peer.name]
+            if result.failed:
+                continue
+            try:
+                if time.monotonic() - peer.last > WARM_S:
+                    peer.ask({"collect": False})
+                result.passes.append(peer.run(sizes[peer.name]))
+            except Failed as error:
+                result.failed = str(error)
+                continue
+            _say(f"{name}: round {number + 1}: {peer.name}: {result.passes[-1].rate:.0f} images/s")
+    return results
+
+
+def _opened(
+    plan: Plan, workload: Workload, peer: Peer, size: int, truth: dict[int, tuple[int, float]], result: Result
+) -> int:
+    """Let a peer load the network, check its labels, see its memory and choose how many images its passes have."""
+    models = str(plan.root / "models")
+    small = max(size // 4 // data.FILES, 1) * data.FILES
+    chosen = size if plan.images or peer.name in ALL_IMAGES else small
+
+    def open_with(images: int) -> None:
+        files = max(data.FILES * images // size, min(plan.cores, data.FILES))
+        folder = data.parquet(plan.root, workload.kind, images, files)
+        peer.ask(open_message(Setting(workload.network, str(folder), models, plan.cores)))
+
+    if peer.name in STARTS_ANEW:
+        open_with(data.FILES)
+        peer.ask({"collect": False})
+        result.start = peer.run(data.FILES)
+    open_with(chosen)
+    with tree.peak_memory(peer.process.pid) as seen:
+        first = peer.ask({"collect": True})
+        if chosen == small:
+            warm = peer.run(small).seconds / small
+            chosen = next((size // part for part in (1, 2) if size // part * warm <= PASS_S), small)
+            if chosen != small:
+                open_with(chosen)
+        peer.ask({"collect": False})
+    result.first_seconds = first["seconds"]
+    result.memory = max(seen)
+    labels = dict(first["labels"])
+    result.agreement = _agreement(labels, truth, 0)
+    result.clear_agreement = _agreement(labels, truth, 0.1)
+    return chosen
+
+
+def _agreement(labels: dict[int, int], truth: dict[int, tuple[int, float]], ahead: float) -> float:
+    """Part of the labels that are the reference's, among images whose reference is at least so far ahead."""
+    counted = [labels[number] == label for number, (label, by) in truth.items() if number in labels and by >= ahead]
+    return sum(counted) / max(len(counted), 1)
+
+
+def _stages(plan: Plan, models: Path) -> dict[str, dict[str, float]]:
+    folders = {}
+    for name in plan.workloads:
+        workload = WORKLOADS[name]
+        folders[name] = str(data.parquet(plan.root, workload.kind, plan.size(workload)))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.stages", json.dumps(folders), str(models)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    found: dict[str, dict[str, float]] = json.loads(done.stdout)
+    return found
+
+
+def _idle(peers: list[Peer], seconds: float = 3) -> float:
+    """Cores that all the peers together use while none has work."""
+    before = [tree.times(peer.process.pid) for peer in peers]
+    time.sleep(seconds)
+    after = [tree.times(peer.process.pid) for peer in peers]
+    return sum(map(tree.cpu_seconds, before, after)) / seconds
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
