@@ -831,3 +831,17 @@ def test_threads_export_and_load_side_by_side(tmp_path):
 def test_half_a_surrogate_pair_is_no_label(tmp_path):
     with pytest.raises(ModelError, match="surrogate"):
         save_model(Pooled(), tmp_path / "net.pt2", preprocess=PLAIN, labels=["\ud800", "a", "b", "c"])
+
+
+# --- files of earlier releases ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "activation"), [("export", "softmax"), ("torchscript", "sigmoid")])
+def test_a_model_file_of_release_0_1_is_read_for_good(kind, activation):
+    """Written with torch 2.14.1 then, and never again. Its author's torch may be newer than this one."""
+    path = Path(__file__).parent / "data" / f"model-0.1-{kind}.pt2"
+    forward, card = load(path, CPU)
+    assert (card.gpuml, card.torch.partition("+")[0], card.format) == ("0.1.0", "2.14.1", 1)
+    assert (card.labels, card.preprocess, card.activation) == (("ant", "bee", "cat", "dog"), PLAIN, activation)
+    with torch.inference_mode():
+        torch.testing.assert_close(forward(pixels(3)), Pooled()(pixels(3)))

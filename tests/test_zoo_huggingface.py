@@ -18,6 +18,7 @@ from torch import nn
 from gpuml import ImageClassifier, ModelError, Preprocess
 from gpuml.models import store, zoo_huggingface
 from gpuml.models.file import load, read_card
+from gpuml.models.huggingface_preset import preset
 from gpuml.models.sources import resolve
 from gpuml.worker.preprocess import normalise, resize_crop
 
@@ -226,7 +227,7 @@ PROCESSORS = {
 def test_preset_gives_the_pixels_of_the_processor_to_two_levels(processor, size, resized):
     """Images whose crops begin at whole pixels: elsewhere processors begin one pixel earlier, at times."""
     image = Image.open(FILES[4]).convert("RGB").resize(resized)
-    preprocess = zoo_huggingface.preset(processor)
+    preprocess = preset(processor)
     expected = processor(image, return_tensors="pt")["pixel_values"][0]
     given = normalise(resize_crop(torch.from_numpy(np.array(image)).permute(2, 0, 1), preprocess)[None], preprocess)[0]
     assert given.shape == expected.shape == (3, *size)
@@ -239,7 +240,7 @@ def test_where_an_odd_length_is_cut_off_the_crop_may_begin_one_pixel_later():
     processor = transformers.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64})
     image = Image.open(FILES[4]).convert("RGB").resize((67, 64))  # 3 columns to cut off
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    preprocess = zoo_huggingface.preset(processor)
+    preprocess = preset(processor)
     assert torch.equal(resize_crop(pixels, preprocess), pixels[:, :, 2:66])
     theirs = processor(image, return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(theirs, normalise(pixels[None, :, :, 1:65], preprocess))
@@ -268,7 +269,7 @@ def test_where_an_odd_length_is_cut_off_the_crop_may_begin_one_pixel_later():
 )
 def test_what_a_preprocess_does_not_have_is_refused_saying_what(processor, reason):
     with pytest.raises(ModelError, match=reason):
-        zoo_huggingface.preset(processor)
+        preset(processor)
 
 
 def test_a_processor_that_does_not_map_is_refused_unless_a_preprocess_is_given(own):
