@@ -15,10 +15,7 @@ from pyspark.sql import functions as F
 
 from gpuml.errors import ModelError
 from gpuml.models import store
-from gpuml.spark.persistence import CHUNK_BYTES
-
-#: 64 MiB a job: each reads all that is persisted, so few at once would cost the square of the file's size.
-_PIECES_AT_ONCE = 8
+from gpuml.spark.persistence import CHUNK_BYTES, CHUNKS_AT_ONCE
 
 #: Suffixes of Hadoop's codecs, by which the text source would unpack a file.
 _CODECS = (".gz", ".bz2", ".deflate", ".snappy", ".lz4", ".zst")
@@ -73,8 +70,9 @@ def _read(url: str, copy: Path, spark: SparkSession) -> None:
     try:
         order = sorted(row.place for row in pieces.select("place").collect())
         with copy.open("w+b") as out:
-            for first in range(0, len(order), _PIECES_AT_ONCE):
-                wanted = F.col("place").isin(order[first : first + _PIECES_AT_ONCE])
+            # Each job reads all that is persisted; eight pieces at once were fewer jobs, and hung a server of 1 GB.
+            for first in range(0, len(order), CHUNKS_AT_ONCE):
+                wanted = F.col("place").isin(order[first : first + CHUNKS_AT_ONCE])
                 for row in sorted(pieces.where(wanted).collect(), key=lambda row: int(row.place)):
                     out.write(row.data)
             came = out.tell()
