@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -201,13 +201,13 @@ def checked_width(
                     f"{name} gives {what} for {count} row(s); it must give float of shape (batch, classes) for any "
                     f"batch, one row too (squeeze() without a dimension drops that one)"
                 )
-        if not all(_close(given, expected) for given, expected in eager):
+        if not all(_close(given, expected, range(len(given))) for given, expected in eager):
             raise ModelError(
                 f"{name}: the exported network does not give what forward() gives; is it random, or does it branch on "
                 f"the number of rows?"
             )
-        orders = [(output, (0, 1, 2)), (exported(rows.flip(0)), (2, 1, 0))]
-        if not all(_close(given[i : i + 1], singles[row]) for given, order in orders for i, row in enumerate(order)):
+        alone = torch.cat(singles)
+        if not _close(output, alone, (0, 1, 2)) or not _close(exported(rows.flip(0)), alone.flip(0), (2, 1, 0)):
             raise ModelError(
                 f"{name} mixes the rows of a batch: row i alone gives another output than row i among others, so "
                 f"results would depend on batchSize; remove what reads across dimension 0 (as BatchNorm in training)"
@@ -234,7 +234,8 @@ def memory_format(network: nn.Module, size: tuple[int, int]) -> str:
     finally:
         for tensor, data in kept:  # the file's are as the user's
             tensor.data = data
-    return "channels_last" if all(map(_close, given, expected)) else "contiguous"
+    same = all(_close(output, wanted, range(len(output))) for output, wanted in zip(given, expected, strict=True))
+    return "channels_last" if same else "contiguous"
 
 
 def to_channels_last(network: nn.Module) -> None:
@@ -273,10 +274,17 @@ def telling_lines(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(telling)[:400]}".rstrip(":. ")
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal but for float32 rounding, which depends on the batch; measured against the largest finite output."""
-    scale = float(a.abs().nan_to_num(0.0, posinf=0.0).max()) if a.numel() else 0.0
-    close = a.shape == b.shape and torch.allclose(
-        a.float(), b.float(), rtol=1e-3, atol=1e-4 * scale + 1e-7, equal_nan=True
-    )
-    return bool(close)
+def _close(given: Tensor, expected: Tensor, kinds: Sequence[int]) -> bool:
+    """Equal but for float32 rounding, which depends on the batch; each row against its largest finite output.
+
+    `kinds` are the rows' numbers in `sample_rows`. The first is like training's images, and tells of any mixing. The
+    others are far from those, where rounding grows (to 5e-3 in an efficientnet_b0 with random weights): more room.
+    """
+    if given.shape != expected.shape:
+        return False
+    for row, wanted, kind in zip(given.float(), expected.float(), kinds, strict=True):
+        scale = float(row.abs().nan_to_num(0.0, posinf=0.0).max()) if row.numel() else 0.0
+        rtol, atol = (1e-3, 1e-4) if kind == 0 else (5e-2, 5e-2)
+        if not torch.allclose(row, wanted, rtol=rtol, atol=atol * scale + 1e-7, equal_nan=True):
+            return False
+    return True
