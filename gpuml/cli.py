@@ -116,15 +116,14 @@ def _show(options: argparse.Namespace) -> None:
     if wanted not in (None, sha256):
         raise ModelError(f"{path} is damaged: its sha256 is {sha256}; when a stage asks for it, it is made again")
 
-    from gpuml.models.file import read_card  # seconds, for torch
-    from gpuml.models.safety import check_archive
+    from gpuml.models.file import kind_and_card  # seconds, for torch
 
-    card = read_card(path)
+    kind, card = kind_and_card(path)
     size = path.stat().st_size
     _print_table(
         [
             ("file", str(path)),
-            ("kind", check_archive(path)),
+            ("kind", kind),
             ("sha256", sha256),
             ("size", f"{_bytes(size)} ({size} bytes)"),
             ("outputs", str(card.width)),

@@ -3,6 +3,8 @@
 import io
 import os
 import sys
+import time
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from PIL import Image
 from torch import nn
 
 from gpuml import Preprocess
+from gpuml.models import store
 
 # Spark's workers would use `python3` otherwise, which need not be this environment's.
 os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
@@ -85,3 +88,33 @@ def encoded(seed=0, kind="PNG", **size):
     buffer = io.BytesIO()
     picture(seed, **size).save(buffer, kind)
     return buffer.getvalue()
+
+
+def give_back():
+    """As if this process, which holds files of the cache, had ended."""
+    for path in list(store._kept):
+        store._let_go(path)
+
+
+def aged(path, days):
+    """The file, last used some days ago."""
+    then = time.time() - days * 86400
+    os.utime(path, (then, then))
+    return path
+
+
+class Harm:
+    """Pickles as a call that makes the folder `path`."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+class Stumble:
+    """Pickles as what Python's unpickler reads, and torch's restricted one fails at with a TypeError."""
+
+    def __reduce__(self):
+        return OrderedDict, (), (None, {})

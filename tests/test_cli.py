@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PLAIN, Pooled
+from conftest import PLAIN, Pooled, aged, give_back
 
 import gpuml
 from gpuml import cli
@@ -49,16 +49,6 @@ def cached(cache, model_file):
     give_back()
     aged(store.home() / "models" / store.file_name(sha256), 100)
     return sha256
-
-
-def give_back():
-    for path in list(store._kept):
-        store._let_go(path)
-
-
-def aged(path, days):
-    then = time.time() - days * 86400
-    os.utime(path, (then, then))
 
 
 def test_the_version_is_the_packages():

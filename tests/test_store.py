@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PLAIN, Pooled
+from conftest import PLAIN, Pooled, aged, give_back
 
 import gpuml
 from gpuml import ModelError
@@ -339,18 +339,6 @@ def test_a_note_that_is_a_fifo_is_no_answer(cache):
 
 
 # --- files in use -------------------------------------------------------------------------------------------------
-
-
-def give_back():
-    """As if this process had ended."""
-    for path in list(store._kept):
-        store._let_go(path)
-
-
-def aged(path, days):
-    then = time.time() - days * 86400
-    os.utime(path, (then, then))
-    return path
 
 
 def old(content, days):

@@ -1,17 +1,15 @@
 """hf: checkpoints made here, in folders and in a hub's cache, give what transformers' own pipeline gives, or errors."""
 
 import json
-import os
 import shutil
 import sys
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import picture
+from conftest import Harm, Stumble, picture
 from PIL import Image
 from torch import nn
 
@@ -468,23 +466,6 @@ def test_missing_transformers_says_what_to_install(monkeypatch, vit):
 
 
 # --- hostile files ------------------------------------------------------------------------------------------------
-
-
-class Harm:
-    """Pickles as a call that makes the folder `path`."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-class Stumble:
-    """Pickles as what Python's unpickler reads, and torch's restricted one fails at with a TypeError."""
-
-    def __reduce__(self):
-        return OrderedDict, (), (None, {})
 
 
 @pytest.fixture

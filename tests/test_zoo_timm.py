@@ -1,9 +1,7 @@
 """timm: names, weights, labels and data configurations become model files, or errors that say what to type."""
 
-import os
 import re
 import sys
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import Harm, Stumble
 from PIL import Image
 from safetensors.torch import save_file
 from timm.data import create_transform, resolve_data_config
@@ -297,23 +296,6 @@ def test_weights_at_an_address_go_to_torchs_cache_and_a_damaged_file_there_is_na
 
 
 # --- hostile files ------------------------------------------------------------------------------------------------
-
-
-class Harm:
-    """Pickles as a call that makes the folder `path`."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-class Stumble:
-    """Pickles as what Python's unpickler reads, and torch's restricted one fails at with a TypeError."""
-
-    def __reduce__(self):
-        return OrderedDict, (), (None, {})
 
 
 def plant(kind, path, harm):

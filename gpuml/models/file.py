@@ -183,7 +183,7 @@ def read_card(path: str | os.PathLike[str]) -> Card:
     ModelFileError
         The file is no model file, is damaged, or is not safe to open.
     """
-    return _of_ours(path)[1]
+    return kind_and_card(path)[1]
 
 
 def find_card(path: str | os.PathLike[str]) -> Card | None:
@@ -199,7 +199,7 @@ def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[
     ModelFileError
         The file is no model file, is damaged, is not safe to open, or is of a newer torch.
     """
-    kind, card = _of_ours(path)
+    kind, card = kind_and_card(path)
     try:
         with ONE_AT_A_TIME:
             program = _open(path, kind, device)
@@ -216,8 +216,8 @@ def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[
     return network, card
 
 
-def _of_ours(path: str | os.PathLike[str]) -> tuple[str, Card]:
-    """Kind and card of a model file."""
+def kind_and_card(path: str | os.PathLike[str]) -> tuple[str, Card]:
+    """``"export"`` or ``"torchscript"``, and the card of a model file; raises as `read_card`."""
     kind, card = _checked(path)
     if card is None:
         raise ModelFileError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -33,3 +34,9 @@ class Found:
 
     key: dict[str, object]
     build: Callable[[], Built]
+
+
+def did_you_mean(prefix: str, name: str, names: Sequence[str]) -> str:
+    """A sentence with the names of a zoo that are close to a wrong one, to paste; "" if none is."""
+    close = difflib.get_close_matches(name, names, n=3)
+    return f" Did you mean {' or '.join(repr(prefix + match) for match in close)}?" if close else ""

@@ -59,11 +59,11 @@ def resolve(model: str, weights: str = "", labels: Sequence[str] = (), preproces
             f"model={_shown(model)!r}"
         )
     if match := re.fullmatch(r"sha256:([0-9a-f]{64})", model):
-        return _from_file(store.path_of(match[1]), match[1], labels, preprocess)
+        return _from_file(store.path_of(match[1]), labels, preprocess, sha256=match[1])
     if _is_http(model):
         file = fetch(model)
         with named(file, _shown(model)):
-            return _from_file(file, None, labels, preprocess)
+            return _from_file(file, labels, preprocess, add=store.add_copy)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", model) and not model.startswith("file:/"):
         prefix, _, rest = model.partition(":")
         close = difflib.get_close_matches(f"{prefix.lower()}:", ZOOS, n=1, cutoff=0.7)
@@ -84,7 +84,7 @@ def resolve(model: str, weights: str = "", labels: Sequence[str] = (), preproces
         )
     with store.incoming() as copy, named(copy, str(path)):
         shutil.copyfile(path, copy)  # what is checked is what is read, whoever may write to the path meanwhile
-        return _from_file(copy, None, labels, preprocess)
+        return _from_file(copy, labels, preprocess)
 
 
 @contextmanager
@@ -112,18 +112,28 @@ def _from_zoo(model: str, found: Found, labels: Sequence[str], preprocess: Prepr
     return sha256
 
 
-def _from_file(path: Path, sha256: str | None, labels: Sequence[str], preprocess: Preprocess | None) -> str:
-    """A model file as it is; or an archive of torch's, or a zip around one, as a model file."""
+def _from_file(
+    path: Path,
+    labels: Sequence[str],
+    preprocess: Preprocess | None,
+    *,
+    sha256: str | None = None,
+    add: Callable[[Path], str] = store.add,
+) -> str:
+    """A model file as it is; or an archive of torch's, or a zip around one, as a model file.
+
+    `sha256` is that of a file in the cache; `add` takes another one in, moving it unless it is told to copy.
+    """
     if is_bundle(path):
         with store.incoming() as network:
             names = unpack(path, network)
             with named(network, f"the network in {path}"):
-                return _from_file(network, None, labels or names, preprocess)
+                return _from_file(network, labels or names, preprocess)
     card = find_card(path)
     if card is not None and card == replace(
         card, labels=tuple(labels) or card.labels, preprocess=preprocess or card.preprocess
     ):
-        return sha256 or store.add_copy(path)
+        return sha256 or add(path)
     request = _request({"file": sha256 or store.hash_of(path)}, labels, preprocess)
     if known := store.recall(request):
         return known

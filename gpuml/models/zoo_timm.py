@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 import zlib
@@ -16,7 +15,7 @@ from torch import nn
 
 from gpuml.errors import ModelError
 from gpuml.models.export import plain_torch, telling_lines
-from gpuml.models.found import Built, Found
+from gpuml.models.found import Built, Found, did_you_mean
 from gpuml.models.store import hash_of
 from gpuml.models.weights import load_weights, no_code, state_dict, weights_path
 from gpuml.spec import Preprocess
@@ -39,7 +38,7 @@ def find(name: str, weights: str, labels: Sequence[str]) -> Found:
     """
     timm = _timm()
     if name not in names():
-        raise ModelError(f"timm {timm.__version__} has no model {name!r}.{_did_you_mean(name)}")
+        raise ModelError(f"timm {timm.__version__} has no model {name!r}.{did_you_mean(PREFIX, name, names())}")
     config = timm.models.get_pretrained_cfg(name) or timm.models.PretrainedCfg()  # none: registered by the user
     path = weights_path(weights)
     pretrained = path is None and weights != "none"
@@ -183,8 +182,3 @@ def _class_names(classes: int) -> tuple[str, ...]:
     data = importlib.import_module("timm.data")
     subset = data.infer_imagenet_subset({"num_classes": classes})
     return tuple(data.ImageNetInfo(subset).label_descriptions()) if subset else ()
-
-
-def _did_you_mean(name: str) -> str:
-    close = difflib.get_close_matches(name, names(), n=3)
-    return f" Did you mean {' or '.join(repr(PREFIX + match) for match in close)}?" if close else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 from gpuml.errors import ModelError
 from gpuml.models.export import plain_torch, telling_lines
-from gpuml.models.found import Built, Found
+from gpuml.models.found import Built, Found, did_you_mean
 from gpuml.models.store import hash_of
 from gpuml.models.weights import load_weights, no_code, state_dict, weights_path
 from gpuml.spec import Preprocess
@@ -31,7 +30,7 @@ def find(name: str, weights: str, labels: Sequence[str]) -> Found:
         There is no such model, or no such weights; or labels of another number than the weights' outputs.
     """
     if name not in names():
-        raise ModelError(f"torchvision has no classification model {name!r}.{_did_you_mean(name)}")
+        raise ModelError(f"torchvision has no classification model {name!r}.{did_you_mean(PREFIX, name, names())}")
     path = weights_path(weights)
     entry = None if path or weights == "none" else _weights_entry(name, weights)
     about = entry or torchvision.models.get_model_weights(name)["DEFAULT"]
@@ -120,8 +119,3 @@ def preset(entry: Any) -> Preprocess:
 
 def names() -> list[str]:
     return list(torchvision.models.list_models(module=torchvision.models))
-
-
-def _did_you_mean(name: str) -> str:
-    close = difflib.get_close_matches(name, names(), n=3)
-    return f" Did you mean {' or '.join(repr(PREFIX + match) for match in close)}?" if close else ""

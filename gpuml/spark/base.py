@@ -138,16 +138,12 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             if value is None:  # Spark would take it as it is, past the Param's converter
                 raise ParamError(f"{name}=None: give a value, or clear(stage.{name}) for the default")
         super()._set(**kwargs)
-        self._forget_model(kwargs)
-        if "model" in kwargs:
-            self._loaded_from = None
+        self._changed_by_user(kwargs)
         return self
 
     def set(self, param: Param[Any], value: Any) -> None:
         super().set(param, value)
-        self._forget_model([param.name])
-        if param.name == "model":
-            self._loaded_from = None
+        self._changed_by_user([param.name])
 
     def clear(self, param: Param[Any]) -> None:
         super().clear(param)
@@ -160,6 +156,11 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         # A Pipeline hands every stage the extra params of all.
         that._forget_model(param.name for param in extra or () if param.parent == self.uid)
         return that
+
+    def _changed_by_user(self, names: Any) -> None:
+        self._forget_model(names)
+        if "model" in names:
+            self._loaded_from = None
 
     def _forget_model(self, names: Any) -> None:
         if any(name in MODEL_PARAMS for name in names):
