@@ -387,3 +387,18 @@ def test_decode_threads_are_the_specs_or_else_the_cpus_of_the_task(worker, machi
     made = serve.serve([None], spec, Task(cpus=3), lambda: Path("unused"))
     assert asked == [3, 2]
     assert np.isnan(made["prediction"]).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "cpus", "place", "threads"),
+    [
+        ({}, 1, "cpu", 0),  # the network computes on that core
+        ({"decode_threads": 1}, 1, "cpu", 1),
+        ({}, 2, "cpu", 2),
+        ({}, 1, "cuda:0", 1),
+        ({"decode_threads": 5}, 1, "cuda:0", 5),
+        ({"preprocess": PLAIN}, 1, "cpu", 1),  # a python: network may compute elsewhere
+    ],
+)
+def test_a_task_of_one_cpu_decodes_beside_the_network_only_where_that_computes_elsewhere(fields, cpus, place, threads):
+    assert serve.decode_threads(Spec("0" * 64, **fields), Task(cpus=cpus), torch.device(place)) == threads

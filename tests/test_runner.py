@@ -257,6 +257,31 @@ def test_as_many_threads_decode_as_were_asked_for(monkeypatch, threads):
     assert len(names) == threads
 
 
+def test_without_threads_rows_are_decoded_here_and_a_slice_is_what_is_computed_at_once(monkeypatch, pools):
+    monkeypatch.setattr(module, "_CPU_PIXELS", 3 * 32 * 32)
+    torch_threads = torch.get_num_threads()
+    names, sizes, waiting = set(), [], []
+
+    def prepare(pixels, preprocess, out):
+        names.add(threading.current_thread())
+        waiting.append(None)
+        return resize_crop(pixels, preprocess, out=out)
+
+    def forward(x):
+        sizes.append((len(x), len(waiting)))
+        waiting.clear()
+        return mean_colour(x)
+
+    monkeypatch.setattr(module, "resize_crop", prepare)
+    rows = [b"" if row in (4, 5) else solid(row) for row in range(7 * torch_threads)]
+    scores = build(forward, batch=64, threads=0).run(rows)
+    assert scores.good == [row for row in range(7 * torch_threads) if row not in (4, 5)]
+    np.testing.assert_allclose(scores.outputs, expected(scores.good), atol=1e-6)
+    assert names == {threading.current_thread()}
+    assert pools == []
+    assert all(computed == decoded <= 3 * torch_threads for computed, decoded in sizes), sizes
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's peak memory from Linux's /proc")
 def test_peak_memory_does_not_grow_with_the_rows_of_a_call():
     script = """

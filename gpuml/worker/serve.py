@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpuml.models import python_source
 from gpuml.spec import Spec
 from gpuml.worker import cache, device, outputs
@@ -42,5 +44,16 @@ def serve(rows: Sequence[Any], spec: Spec, task: device.Task, find: Callable[[],
     else:
         made_by = (spec.model, spec.labels, spec.preprocess)
         network = cache.network(made_by, place, spec.dtype, find, partial(python_source.load, *made_by))
-    scores = Runner(network, spec, spec.decode_threads or task.cpus).run(rows)
+    scores = Runner(network, spec, decode_threads(spec, task, place)).run(rows)
     return outputs.columns(scores, network.card, spec, str(decision))
+
+
+def decode_threads(spec: Spec, task: device.Task, place: torch.device) -> int:
+    """How many threads decode one slice ahead.
+
+    None beside a network that computes on the task's only core: two threads that take turns there are a tenth slower.
+    A ``python:`` network may compute elsewhere, so it is not waited for.
+    """
+    if not spec.decode_threads and task.cpus == 1 and place.type == "cpu" and spec.preprocess is None:
+        return 0
+    return spec.decode_threads or task.cpus
