@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         RowError,
     )
     from gpuml.models.file import save_model
+    from gpuml.spark.conf import gpu_conf
     from gpuml.spark.stages import ImageClassifier
     from gpuml.spec import Preprocess
 
@@ -34,12 +35,14 @@ __all__ = [
     "Preprocess",
     "RowError",
     "__version__",
+    "gpu_conf",
     "save_model",
 ]
 
 _HOMES = {
     "ImageClassifier": "gpuml.spark.stages",
     "Preprocess": "gpuml.spec",
+    "gpu_conf": "gpuml.spark.conf",
     "save_model": "gpuml.models.file",
     **dict.fromkeys(
         ("DeviceError", "DeviceMemoryError", "GpumlError", "ModelError", "ModelFileError", "ParamError", "RowError"),

@@ -83,7 +83,7 @@ def test_the_table_shows_medians_spread_ratio_and_failure():
             "pooled": {
                 "limit_threads": Result(passes(200, 250, 400), memory=1_500_000_000, agreement=1, clear_agreement=1),
                 "gpuml": Result(passes(100, 200, 400), agreement=0.995, clear_agreement=1),
-                "ray": Result(passes(100, 100, 100), start=Pass(8, 2.5, 1)),
+                "ray": Result(passes(100, 100, 100), start=Pass(8, 0.5, 1)),
                 "daft": Result(failed="ImportError: a|b"),
             }
         }
@@ -100,7 +100,8 @@ def test_the_table_shows_medians_spread_ratio_and_failure():
     ]
     assert rows[1][4] == ""
     assert rows[1][-1] == "99.5; 100.0 |"
-    assert rows[2][1] == "ray, 2.5 s of each pass to start"
+    assert rows[2][1] == "ray, 0.5 s of each pass to start"
+    assert rows[2][4] == "2.00 (1.00 to 4.00); without its start 1.00 (0.50 to 2.00)"
     assert text.splitlines()[-1] == "| pooled | daft | | ImportError: a/b | | | | |"
 
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import PLAIN, PYTHONPATH, Pooled, Quadrants, encoded, picture
@@ -17,7 +18,7 @@ from pyspark.sql import Row
 from pyspark.sql import functions as F
 from pyspark.sql.types import DoubleType, StringType
 
-from gpuml import ImageClassifier, ParamError
+from gpuml import ImageClassifier, ParamError, gpu_conf
 
 LABELS = ["ant", "bee", "cat", "dog"]
 ALL_OUTPUTS = {"rawPredictionCol": "raw", "topKCol": "top", "topK": 2, "deviceCol": "device"}
@@ -376,6 +377,38 @@ def test_the_default_batch_is_a_cap_whatever_the_arrow_batch(spark):
     for rows in outs[1:]:
         for a, b in zip(outs[0], rows, strict=True):
             assert np.allclose(a.raw.toArray(), b.raw.toArray(), atol=1e-5)
+
+
+def test_gpu_conf_sets_the_rows_that_travel_together_and_changes_no_score(spark, frame, tmp_path):
+    frame.select("id", "content").coalesce(1).write.parquet(str(tmp_path / "images"))
+    images = spark.read.parquet(str(tmp_path / "images"))
+    counted = F.pandas_udf(lambda content: pd.Series([len(content)] * len(content)), "int")
+
+    def look():
+        rows = classifier(batchSize=1).transform(images).select("id", "prediction", "probability").collect()
+        return sorted(rows), {row[0] for row in images.select(counted("content")).collect()}
+
+    scores, together = look()
+    assert together == {10}
+    settings = gpu_conf(1)
+    before = {name: spark.conf.get(name) for name in settings}  # Spark knows each of them
+    try:
+        for name, value in settings.items():
+            spark.conf.set(name, value)
+        again, together = look()
+        # The images are joined to their scores as rows, also where Parquet is read in columns.
+        (node,) = udf_nodes(classifier().transform(images))
+        assert not node.supportsColumnar()
+    finally:
+        for name, value in before.items():
+            spark.conf.set(name, value)
+    assert (again, together) == (scores, {4, 2})
+
+
+@pytest.mark.parametrize("size", [0, -64, 2.5, "64", None, True])
+def test_gpu_conf_of_no_batch_size_is_refused(size):
+    with pytest.raises(ParamError, match="gpu_conf: batch_size="):
+        gpu_conf(size)
 
 
 def test_quadrants_arrive_in_place_and_in_rgb(spark):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ STRUCT = pa.struct(
 )
 
 
+@cache
 def photo(seed: int, kind: Kind) -> Any:
     """A random crop of one of the sample photographs: encoded bytes, or the fields of an image struct.
 

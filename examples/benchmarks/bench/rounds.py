@@ -16,12 +16,15 @@ from bench.report import Pass, Result
 from bench.serve import Setting, open_message
 from bench.workloads import MAIN, WORKLOADS, Workload, prepare, reference
 
-#: A pass of a slow peer has a half or a quarter of the images, so as to take no longer than this if it can:
+#: A pass of a slow peer has a half of the images, a quarter or less, so as to take no longer than this if it can:
 #: so many of the files, since each file is a task, and a task has its costs.
-PASS_S = 3.0
+PASS_S = 2.0
+
+#: One in so many, for the slowest.
+MOST_PARTS = 16
 
 #: The peers that get all images in every workload.
-ALL_IMAGES = ("limit_threads", "limit_loader", "gpuml")
+ALL_IMAGES = ("limit_threads", "gpuml")
 
 #: The peers of the workloads with other images.
 OTHER_IMAGES = ("limit_threads", "gpuml")
@@ -173,8 +176,8 @@ def _opened(
 ) -> int:
     """Let a peer load the network, check its labels, see its memory and choose how many images its passes have."""
     models = str(plan.root / "models")
-    small = max(size // 4 // data.FILES, 1) * data.FILES
-    chosen = size if plan.images or peer.name in ALL_IMAGES else small
+    small = max(size // MOST_PARTS, 4 * data.FILES)
+    chosen = size if plan.images or peer.name in ALL_IMAGES else min(small, size)
 
     def open_with(images: int) -> None:
         files = max(data.FILES * images // size, min(plan.cores, data.FILES))
@@ -188,12 +191,13 @@ def _opened(
     open_with(chosen)
     with tree.peak_memory(peer.process.pid) as seen:
         first = peer.ask({"collect": True})
-        if chosen == small:
-            warm = peer.run(small).seconds / small
-            chosen = next((size // part for part in (1, 2) if size // part * warm <= PASS_S), small)
-            if chosen != small:
-                open_with(chosen)
-        peer.ask({"collect": False})
+    warm = result.steady(peer.run(chosen))
+    if chosen == small:
+        parts = [part for part in (1, 2, 4, 8) if size // part >= small]
+        chosen = next((size // part for part in parts if size // part / warm.rate <= PASS_S), small)
+        if chosen != small:
+            open_with(chosen)
+            peer.ask({"collect": False})
     result.first_seconds = first["seconds"]
     result.memory = max(seen)
     labels = dict(first["labels"])

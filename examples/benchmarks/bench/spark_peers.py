@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, FloatType, StructField, StructType
 
 from bench.serve import Job, Setting
+from gpuml import gpu_conf
 
 #: Rows in a forward pass, the same for all.
 BATCH = 64
@@ -22,15 +23,18 @@ BATCH = 64
 OUTPUTS = StructType([StructField("prediction", FloatType()), StructField("probability", ArrayType(FloatType()))])
 
 
-def frame_of(setting: Setting, **conf: str) -> DataFrame:
-    """The images, in a local session that is made at the first call: each peer has its own process, and so its own."""
+def frame_of(setting: Setting, conf: dict[str, str] | None = None) -> DataFrame:
+    """The images, in a local session that is made at the first call: each peer has its own process, and so its own.
+
+    `conf` is what a peer's makers publish; the others get the settings that gpuml recommends, gpuml or not.
+    """
     os.environ["PYSPARK_PYTHON"] = sys.executable
     settings = {
         "spark.driver.memory": "4g",  # in local mode it holds the executor as well
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.log.level": "ERROR",
-        **conf,
+        **(gpu_conf(BATCH) if conf is None else conf),
     }
     spark = SparkSession.builder.master(f"local[{setting.cores}]").config(map=settings).getOrCreate()
     # A partition for each file; Spark alone would make 3 of 8, of which two cores do the last one in turn.
@@ -98,7 +102,7 @@ def batch_udf_floats(setting: Setting) -> Job:
         "spark.sql.execution.arrow.maxRecordsPerBatch": "512",
         "spark.sql.parquet.columnarReaderBatchSize": "1024",
     }
-    frame = frame_of(setting, **conf).select("id", features("content").alias("data"))
+    frame = frame_of(setting, conf).select("id", features("content").alias("data"))
     return _job(frame.withColumn("out", predict("data")).select("id", "data", "out.*"))
 
 

@@ -38,8 +38,8 @@ class Workload:
 
 
 WORKLOADS = {
-    "pooled": Workload("pooled", "jpeg", 2560),
-    "accelerator": Workload("accelerator", "jpeg", 2560),
+    "pooled": Workload("pooled", "jpeg", 5120),
+    "accelerator": Workload("accelerator", "jpeg", 5120),
     "mobilenet_v3_small": Workload("mobilenet_v3_small", "jpeg", 640),
     "resnet18": Workload("resnet18", "jpeg", 192),
     "pooled_12mp": Workload("pooled", "jpeg12mp", 64),
