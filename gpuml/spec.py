@@ -131,6 +131,7 @@ class Spec:
     decode_threads : threads that decode images; 0 = as many as the task has cpus.
     max_pixels : larger images are refused from their header.
     alpha : transparency over ``"white"``, over ``"black"``, or ``"drop"``.
+    scaled_decode : JPEGs are decoded smaller where at least this many times the pixels of the resize remain; 0 = never.
     outputs : names of the output fields to produce (see `gpuml.worker.outputs`).
     top_k : how many labels in the top-k output.
     labels, preprocess : of a ``python:`` model alone, which has no card.
@@ -143,6 +144,7 @@ class Spec:
     decode_threads: int = 0
     max_pixels: int = MAX_PIXELS
     alpha: str = "white"
+    scaled_decode: float = 0.0
     outputs: tuple[str, ...] = ()
     top_k: int = 5
     labels: tuple[str, ...] = ()

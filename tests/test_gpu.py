@@ -58,6 +58,13 @@ def test_scores_equal_those_of_the_cpu_in_order_with_bad_rows_among_them(model):
         np.testing.assert_allclose(on_gpu.outputs, on_cpu.outputs, atol=2e-3)  # TF32 convolutions
 
 
+def test_the_seconds_of_copies_and_passes_are_the_gpus(model):
+    seconds = run(model, CUDA, [encoded(i) for i in range(64)], batch=16).seconds
+    assert seconds.shape == (64, 4)
+    assert (seconds > 0).all()
+    assert (seconds < 1).all()
+
+
 def test_many_runs_give_the_same_bits(model):
     """A staging slot that is overwritten before its copy has left would show here."""
     rows = [encoded(i) for i in range(256)]

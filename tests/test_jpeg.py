@@ -50,8 +50,8 @@ def both(monkeypatch):
     served = []
     real = jpeg.jpeg_pixels
 
-    def watched(image, data):
-        pixels = real(image, data)
+    def watched(image, data, scale):
+        pixels = real(image, data, scale)
         served.append(pixels is not None)
         return pixels
 
@@ -61,7 +61,7 @@ def both(monkeypatch):
             patch.setattr("gpuml.worker.decode.jpeg_pixels", watched)
             fast = outcome(data)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gpuml.worker.decode.jpeg_pixels", lambda image, data: None)
+            patch.setattr("gpuml.worker.decode.jpeg_pixels", lambda image, data, scale: None)
             plain = outcome(data)
         return fast, plain, any(served)
 

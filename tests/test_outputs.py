@@ -25,13 +25,27 @@ LOGITS = np.array([[1, 3, 2], [0, -1, 5], [4, 4, 4]], np.float32)
 NAMES = ("cat", "dog", "cow")
 
 
-def make(outputs=LOGITS, *, bad=(), labels=NAMES, activation="softmax", top_k=2, names=ALL):
+def make(outputs=LOGITS, *, bad=(), labels=NAMES, activation="softmax", top_k=2, names=ALL, waited=None):
     """Columns of a call whose rows at `bad` failed and whose others have these outputs."""
     rows = len(outputs) + len(bad)
     reasons = ["empty: no bytes" if row in bad else None for row in range(rows)]
-    scores = Scores(outputs, [row for row in range(rows) if row not in bad], reasons)
+    seconds = np.arange(4 * len(outputs), dtype=np.float64).reshape(-1, 4) / 1000
+    scores = Scores(outputs, [row for row in range(rows) if row not in bad], reasons, seconds)
     card = Card(PLAIN, outputs.shape[1], labels, activation)
-    return columns(scores, card, Spec("0" * 64, outputs=names, top_k=top_k), "cuda:1 (address 3)")
+    return columns(scores, card, Spec("0" * 64, outputs=names, top_k=top_k), "cuda:1 (address 3)", waited)
+
+
+def test_timing_is_in_milliseconds_the_feed_shared_by_all_rows_and_none_for_a_failed_one():
+    first = make(bad=[1], names=("timing",))["timing"]
+    assert first[1] is None
+    np.testing.assert_allclose([first[0], first[2], first[3]], [[np.nan, *range(i, i + 4)] for i in (0, 4, 8)])
+    later = make(bad=[1], names=("timing",), waited=0.02)["timing"]
+    np.testing.assert_allclose(later[3], [5, 8, 9, 10, 11])
+    outputs = LOGITS.copy()
+    outputs[1, 1] = np.nan
+    refused = make(outputs, names=("timing",))["timing"]
+    assert refused[1] is None
+    np.testing.assert_allclose(refused[2], [np.nan, 8, 9, 10, 11])
 
 
 def exact_softmax(outputs):

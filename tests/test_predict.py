@@ -220,9 +220,10 @@ def test_every_output_on_request(classifier):
         topK=3,
         errorCol="e",
         deviceCol="d",
+        timingCol="s",
     )
     frame = stage.predict([encoded(1), b"bad"])
-    assert frame.columns.tolist() == ["p", "l", "v", "r", "t", "e", "d"]
+    assert frame.columns.tolist() == ["p", "l", "v", "r", "t", "e", "d", "s"]
     assert frame["r"][0].dtype == np.float32
     np.testing.assert_allclose(frame["v"][0], np.exp(frame["r"][0]) / np.exp(frame["r"][0]).sum(), rtol=1e-5)
     order = np.argsort(-frame["v"][0])
@@ -230,6 +231,10 @@ def test_every_output_on_request(classifier):
     assert [entry["probability"] for entry in frame["t"][0]] == pytest.approx(frame["v"][0][order[:3]].tolist())
     assert frame["t"][1] is None
     assert frame["d"].tolist() == ["cpu", "cpu"]
+    assert list(frame["s"][0]) == ["feed", "decode", "resize", "copy", "compute"]
+    assert frame["s"][0]["feed"] is None
+    assert 0 < frame["s"][0]["decode"] < 1000
+    assert frame["s"][1] is None
 
 
 def test_empty_names_are_not_produced(classifier):

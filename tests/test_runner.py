@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +25,8 @@ from gpuml.errors import RowError
 from gpuml.models.file import Card, load
 from gpuml.spec import Spec
 from gpuml.worker import runner as module
+from gpuml.worker import timing
 from gpuml.worker.cache import Network
-from gpuml.worker.decode import decode
 from gpuml.worker.preprocess import resize_crop
 from gpuml.worker.runner import Runner, read
 
@@ -91,7 +92,8 @@ def test_every_row_keeps_its_place_whatever_rows_are_bad(pattern, rows, batch):
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 65])
 def test_every_row_is_decoded_and_computed_once(rows, monkeypatch):
     decoded, computed = [], []
-    monkeypatch.setattr(module, "decode", lambda data, **limits: decoded.append(data) or decode(data, **limits))
+    decode = module.decode_scaled
+    monkeypatch.setattr(module, "decode_scaled", lambda data, **limits: decoded.append(data) or decode(data, **limits))
     data = [solid(row) for row in range(rows)]
     build(lambda x: computed.extend(x[:, :, 0, 0].tolist()) or mean_colour(x)).run(data)
     assert sorted(decoded) == sorted(data)
@@ -134,7 +136,7 @@ def test_results_do_not_depend_on_the_batch_for_a_net_handed_over_in_train_mode(
         batch: Runner(Network(forward, card, CPU, "float32"), Spec("0" * 64, batch_size=batch), 2).run(rows).outputs
         for batch in (1, 2, 7, 64)
     }
-    pixels = torch.stack([resize_crop(read(row, SPEC), PLAIN) for row in rows])
+    pixels = torch.stack([resize_crop(read(row, SPEC)[0], PLAIN) for row in rows])
     with torch.no_grad():
         wanted = net.eval()(pixels / 255).numpy()
     net.train()
@@ -215,9 +217,9 @@ def test_the_next_slice_and_no_more_is_decoded_while_the_device_works(pools, mon
     decoded = threading.Semaphore(0)
     memory = set()
 
-    def prepare(pixels, preprocess, out):
+    def prepare(pixels, preprocess, out, full):
         memory.add((out.untyped_storage().data_ptr(), out.untyped_storage().nbytes()))
-        resize_crop(pixels, preprocess, out=out)
+        resize_crop(pixels, preprocess, out=out, full=full)
         decoded.release()
         return out
 
@@ -246,10 +248,10 @@ def test_as_many_threads_decode_as_were_asked_for(monkeypatch, threads):
     names = set()
     together = threading.Barrier(threads, timeout=30)
 
-    def prepare(pixels, preprocess, out):
+    def prepare(pixels, preprocess, out, full):
         names.add(threading.current_thread().name)
         together.wait()  # breaks, and so fails, unless `threads` of them are in here at once
-        return resize_crop(pixels, preprocess, out=out)
+        return resize_crop(pixels, preprocess, out=out, full=full)
 
     monkeypatch.setattr(module, "resize_crop", prepare)
     scores = build(batch=12, threads=threads).run([solid(row) for row in range(24)])
@@ -262,10 +264,10 @@ def test_without_threads_rows_are_decoded_here_and_a_slice_is_what_is_computed_a
     torch_threads = torch.get_num_threads()
     names, sizes, waiting = set(), [], []
 
-    def prepare(pixels, preprocess, out):
+    def prepare(pixels, preprocess, out, full):
         names.add(threading.current_thread())
         waiting.append(None)
-        return resize_crop(pixels, preprocess, out=out)
+        return resize_crop(pixels, preprocess, out=out, full=full)
 
     def forward(x):
         sizes.append((len(x), len(waiting)))
@@ -449,22 +451,64 @@ def test_on_a_gpu_its_cached_memory_is_given_back_before_the_next_try(monkeypatc
 class Event:
     """Stands in for torch.cuda.Event."""
 
+    clock = 0
+
     def __init__(self, **options):
         self.options = options
+        self.waited = False
 
-    def record(self, stream=None):
-        pass
+    def record(self, stream):
+        self.time = Event.clock
+        Event.clock += 2
+
+    def elapsed_time(self, end):
+        return end.time - self.time
+
+    def synchronize(self):
+        self.waited = True
 
 
-def test_every_event_that_the_host_waits_for_lets_its_thread_sleep(monkeypatch):
-    """By default cudaEventSynchronize busy-waits: a whole core, which the decoding threads need."""
+@pytest.fixture
+def events(monkeypatch):
+    Event.clock = 0
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(Runner, "_forward", lambda self, pixels, outputs: None)
-    network = Network(mean_colour, Card(PLAIN, 3), torch.device("cuda", 0), "float32")
-    runner = Runner(network, SPEC, 1)
-    done = runner._launch(torch.zeros(2, 3, 32, 32), torch.zeros(2, 3))
-    assert runner._copied.options == done.options == {"blocking": True}
+
+
+def test_every_event_that_the_host_waits_for_lets_its_thread_sleep(events):
+    """By default cudaEventSynchronize busy-waits: a whole core, which the decoding threads need."""
+    assert timing.now("stream").options["blocking"] is True
+
+
+def test_a_part_on_a_gpu_is_timed_by_events_and_shared_by_its_rows(events):
+    stream = [timing.now("stream") for _ in range(4)]  # 2 milliseconds apart
+    part = timing.Part(4, (stream[0], stream[1]), (stream[1], stream[3]))
+    assert part.shares() == (0.0005, 0.001)
+    timing.wait(stream[3])
+    assert [event.waited for event in stream] == [False, False, False, True]
+
+
+def test_the_seconds_of_a_row_are_its_own_decoding_and_resizing_and_its_share_of_a_pass(monkeypatch):
+    def slow(row, *more):
+        time.sleep(0.05 if row == solid(1) else 0)
+        return read(row, *more)
+
+    def resize(pixels, preprocess, out, **more):
+        time.sleep(0.03 if pixels[0, 0, 0] == colour(2)[0] else 0)
+        return resize_crop(pixels, preprocess, out=out, **more)
+
+    monkeypatch.setattr(module, "read", slow)
+    monkeypatch.setattr(module, "resize_crop", resize)
+    scores = build(lambda x: time.sleep(0.04) or mean_colour(x), batch=4).run([b"", *map(solid, range(1, 7))])
+    decoded, resized, copied, computed = scores.seconds.T
+    assert len(decoded) == 6
+    assert decoded.argmax() == 0
+    assert 0.05 <= decoded[0] < 1
+    assert resized.argmax() == 1
+    assert 0.03 <= resized[1] < 1
+    assert (copied < 0.01).all()
+    # 3 good rows of the first slice, and 3 of the second
+    assert computed == pytest.approx([0.04 / 3] * 6, rel=0.9)
+    assert (computed >= 0.04 / 3).all()
 
 
 # --- parts of a slice on the CPU ----------------------------------------------------------------------------------
@@ -480,7 +524,7 @@ def test_a_forward_pass_on_the_cpu_takes_the_pixels_of_eight_images_per_thread(t
     runner = build(lambda x: taken.append(len(x)) or mean_colour(x), batch=64, preprocess=Preprocess(size, size))
     pixels = torch.arange(20, dtype=torch.uint8).view(20, 1, 1, 1).expand(20, 3, size, size)
     outputs = torch.empty(20, 3)
-    assert runner._launch(pixels, outputs) is None
+    assert [part.rows for part in runner._launch(pixels, outputs)] == parts
     assert taken == parts
     mean, std = torch.tensor(Preprocess().mean), torch.tensor(Preprocess().std)
     wanted = (torch.arange(20)[:, None] / 255 - mean) / std
@@ -532,12 +576,14 @@ def test_running_out_of_memory_leaves_no_thread():
 def test_an_error_of_a_decoding_thread_that_is_no_row_error_reaches_the_caller(monkeypatch, row, error):
     rows = [solid(number) for number in range(20)]
 
+    decode = module.decode_scaled
+
     def decode_or_fail(data, **limits):
         if data == rows[row]:
             raise error
         return decode(data, **limits)
 
-    monkeypatch.setattr(module, "decode", decode_or_fail)
+    monkeypatch.setattr(module, "decode_scaled", decode_or_fail)
     with pytest.raises(type(error)) as caught:
         build(batch=4).run(rows)
     assert caught.value is error
@@ -547,11 +593,11 @@ def test_an_error_of_a_decoding_thread_that_is_no_row_error_reaches_the_caller(m
 def test_an_error_does_not_wait_for_rows_that_nobody_will_see(pools, monkeypatch):
     started = []
 
-    def prepare(pixels, preprocess, out):
+    def prepare(pixels, preprocess, out, full):
         started.append(1)
         if len(started) > 50:  # the first row of the second slice is at work when the first slice fails
             assert pools[0].cancelled.wait(30)
-        return resize_crop(pixels, preprocess, out=out)
+        return resize_crop(pixels, preprocess, out=out, full=full)
 
     monkeypatch.setattr(module, "resize_crop", prepare)
     with pytest.raises(RuntimeError, match="stop"):
@@ -611,7 +657,7 @@ def test_bytes_struct_image_and_path_of_one_picture_read_alike(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded(3))
     struct = (np.array(image)[:, :, ::-1].tobytes(), 40, 60, 3, 16)
     for row in (encoded(3), bytearray(encoded(3)), memoryview(encoded(3)), struct, image, tmp_path / "a.png"):
-        assert torch.equal(read(row, SPEC), wanted), type(row)
+        assert torch.equal(read(row, SPEC)[0], wanted), type(row)
 
 
 def test_limits_of_the_spec_reach_every_way_in(tmp_path):
@@ -622,7 +668,7 @@ def test_limits_of_the_spec_reach_every_way_in(tmp_path):
     struct = (bytes([0, 0, 255, 0]) * 400, 20, 20, 4, 24)
     for row in (buffer.getvalue(), struct, image, tmp_path / "a.png"):
         for alpha, wanted in (("white", [255, 255, 255]), ("black", [0, 0, 0]), ("drop", [255, 0, 0])):
-            assert read(row, Spec("0" * 64, alpha=alpha))[:, 0, 0].tolist() == wanted
+            assert read(row, Spec("0" * 64, alpha=alpha))[0][:, 0, 0].tolist() == wanted
         with pytest.raises(RowError) as caught:
             read(row, Spec("0" * 64, max_pixels=399))
         assert caught.value.kind == "too_large"

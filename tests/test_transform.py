@@ -1,6 +1,7 @@
 """The stage in a real Spark job: columns, rows, errors, and how often the model runs."""
 
 import functools
+import io
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DoubleType, StringType
 
 from gpuml import ImageClassifier, ParamError, gpu_conf
+from gpuml.spark.columns import TIMING_TYPE
 
 LABELS = ["ant", "bee", "cat", "dog"]
 ALL_OUTPUTS = {"rawPredictionCol": "raw", "topKCol": "top", "topK": 2, "deviceCol": "device"}
@@ -223,6 +225,16 @@ def test_explained_params_name_each_default_once():
     assert "decodeThreads" in text
 
 
+def test_jpegs_are_decoded_smaller_in_a_job_as_in_predict(spark):
+    buffer = io.BytesIO()
+    picture(5).resize((515, 261)).save(buffer, "JPEG")
+    frame = spark.createDataFrame([(buffer.getvalue(),)], "content binary")
+    found = classifier(scaledDecode=1).transform(frame).first().probability.toArray()
+    scaled, whole = (classifier(scaledDecode=ratio).predict([buffer.getvalue()])["probability"][0] for ratio in (1, 0))
+    assert np.array_equal(found, scaled)
+    assert 0 < np.abs(found - whole).max() < 0.05
+
+
 # --- how often the model runs -------------------------------------------------------------------------------------
 
 
@@ -409,6 +421,29 @@ def test_gpu_conf_sets_the_rows_that_travel_together_and_changes_no_score(spark,
 def test_gpu_conf_of_no_batch_size_is_refused(size):
     with pytest.raises(ParamError, match="gpu_conf: batch_size="):
         gpu_conf(size)
+
+
+def test_timing_says_where_a_rows_milliseconds_went(spark, tmp_path):
+    images = [None, *(encoded(seed) for seed in range(11))]
+    frame = spark.createDataFrame(list(enumerate(images)), "id int, content binary").coalesce(1)
+    out = classifier(timingCol="timing").transform(frame).select("id", "timing")
+    assert out.schema["timing"].dataType.simpleString() == TIMING_TYPE
+    before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "6")
+    try:
+        rows = [row.timing for row in out.orderBy("id").collect()]
+    finally:
+        spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", before)
+    assert rows[0] is None  # that row failed
+    # A task's first batch waited for nothing that a worker could see; the second did, and its rows share it.
+    assert [row.feed for row in rows[1:6]] == [None] * 5
+    assert rows[6].feed > 0
+    assert {row.feed for row in rows[6:]} == {rows[6].feed}
+    for row in rows[1:]:
+        assert 0 < row.decode < 1000
+        assert 0 < row.resize < 1000
+        assert 0 < row.compute < 1000
+        assert 0 <= row.copy < 1
 
 
 def test_quadrants_arrive_in_place_and_in_rgb(spark):

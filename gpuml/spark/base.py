@@ -270,6 +270,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             decode_threads=self.getDecodeThreads(),
             max_pixels=self.getMaxPixels(),
             alpha=self.getAlpha(),
+            scaled_decode=self.getScaledDecode(),
             outputs=columns.worker_fields(fields),
             top_k=self._top_k(),
         )

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 TOP_K_TYPE = "array<struct<label:string,probability:double>>"
 
+#: Milliseconds of a row, in the order in which a worker gives them.
+TIMING = ("feed", "decode", "resize", "copy", "compute")
+TIMING_TYPE = f"struct<{','.join(f'{name}:double' for name in TIMING)}>"
+
 #: Fields of Spark's image struct that a worker needs, each a column of its own: with `origin`, a string, the whole
 #: struct would take a slow conversion.
 IMAGE_TYPES: dict[str, DataType] = {
@@ -148,11 +152,20 @@ def from_struct(struct: Column, field: str) -> Column:
     if field == "topK":
         pairs = F.arrays_zip(struct["topLabels"].alias("label"), struct["topProbabilities"].alias("probability"))
         return pairs.cast(TOP_K_TYPE)
+    if field == "timing":
+        # NaN is a worker's null: it sends plain numbers. In a guard, as a struct of nulls would not be null.
+        parts = [F.nanvl(struct[field][place], F.lit(None)).alias(name) for place, name in enumerate(TIMING)]
+        return F.when(struct[field].isNotNull(), F.struct(*parts))
     return struct[field]
 
 
 def local(made: dict[str, Any], field: str) -> Any:
     """One output column of a worker's answer, for pandas."""
+    if field == "timing":
+        return [
+            row if row is None else {n: None if v != v else float(v) for n, v in zip(TIMING, row, strict=True)}
+            for row in made["timing"]
+        ]
     if field != "topK":
         return made[field]
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import HasInputCol
 
 from gpuml.errors import ParamError
+from gpuml.spark.columns import TIMING_TYPE
 from gpuml.spec import ALPHAS, DEVICES, DTYPES, MAX_PIXELS, Preprocess
 
 if TYPE_CHECKING:
@@ -43,6 +45,17 @@ def at_least(name: str, least: int) -> Callable[[Any], int]:
         return number
 
     return convert
+
+
+def _scaled_decode(value: Any) -> float:
+    """0, or a number from 1 up."""
+    number = TypeConverters.toFloat(value)
+    if number != 0 and not 1 <= number < math.inf:
+        raise ParamError(
+            f"scaledDecode={value!r} is neither 0 (off) nor a number from 1 up, such as 2: below 1, JPEGs would be "
+            f"decoded smaller than the model's input and enlarged again"
+        )
+    return number
 
 
 def _source(value: Any) -> str:
@@ -155,6 +168,13 @@ class HasModel(HasInputCol):
         "what lies under transparent pixels: 'white', 'black', or 'drop' = ignore transparency",
         choice("alpha", ALPHAS),
     )
+    scaledDecode = param(
+        "scaledDecode",
+        "decode JPEGs at 1/2, 1/4 or 1/8 of their size where each axis keeps at least this many times the pixels that "
+        "preprocess resizes it to: 2 is much faster for photographs of many megapixels, and changes pixels a little; "
+        "0 = at full size",
+        _scaled_decode,
+    )
     handleInvalid = param(
         "handleInvalid",
         "rows that cannot be read, nulls too: 'keep' = null outputs and a reason; 'skip' = drop the row, as a learner "
@@ -170,6 +190,11 @@ class HasModel(HasInputCol):
         "deviceCol",
         "output column, string: the device that served the row, e.g. 'cuda:1 (address 3)'; '' = not produced",
     )
+    timingCol = param(
+        "timingCol",
+        f"output column, {TIMING_TYPE}: milliseconds that the row took: waiting for Spark (null for a task's first "
+        "rows), decoding, resizing, and its shares of a copy to the GPU and of a forward pass; '' = not produced",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,9 +209,11 @@ class HasModel(HasInputCol):
             decodeThreads=0,
             maxPixels=MAX_PIXELS,
             alpha="white",
+            scaledDecode=0.0,
             handleInvalid="keep",
             errorCol="error",
             deviceCol="",
+            timingCol="",
         )
 
     def setInputCol(self, value: str) -> Self:
@@ -273,6 +300,14 @@ class HasModel(HasInputCol):
         """The value of `alpha`."""
         return str(self.getOrDefault(self.alpha))
 
+    def setScaledDecode(self, value: float) -> Self:
+        """Set `scaledDecode`."""
+        return self._set(scaledDecode=value)
+
+    def getScaledDecode(self) -> float:
+        """The value of `scaledDecode`."""
+        return float(self.getOrDefault(self.scaledDecode))
+
     def setHandleInvalid(self, value: str) -> Self:
         """Set `handleInvalid`."""
         return self._set(handleInvalid=value)
@@ -296,3 +331,11 @@ class HasModel(HasInputCol):
     def getDeviceCol(self) -> str:
         """The value of `deviceCol`."""
         return str(self.getOrDefault(self.deviceCol))
+
+    def setTimingCol(self, value: str) -> Self:
+        """Set `timingCol`."""
+        return self._set(timingCol=value)
+
+    def getTimingCol(self) -> str:
+        """The value of `timingCol`."""
+        return str(self.getOrDefault(self.timingCol))

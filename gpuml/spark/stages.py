@@ -22,8 +22,9 @@ class ImageClassifier(ModelStage, HasPredictionCol, HasProbabilityCol, HasRawPre
     """Classifies images in a column with a PyTorch model, each task on its own GPU.
 
     Adds ``prediction`` (double index), ``predictedLabel`` (string), ``probability`` (Vector) and ``error`` (string);
-    on request ``rawPrediction`` (Vector), top-k and the device. All come from one forward pass. All input columns pass
-    through; the row of an image that cannot be read keeps its place, with nulls and the reason.
+    on request ``rawPrediction`` (Vector), top-k, the device, and the time of each stage. All come from one forward
+    pass. All input columns pass through; the row of an image that cannot be read keeps its place, with nulls and the
+    reason.
 
     Parameters
     ----------
@@ -68,9 +69,11 @@ class ImageClassifier(ModelStage, HasPredictionCol, HasProbabilityCol, HasRawPre
         decodeThreads: int | None = None,
         maxPixels: int | None = None,
         alpha: str | None = None,
+        scaledDecode: float | None = None,
         handleInvalid: str | None = None,
         errorCol: str | None = None,
         deviceCol: str | None = None,
+        timingCol: str | None = None,
         predictionCol: str | None = None,
         predictedLabelCol: str | None = None,
         probabilityCol: str | None = None,
@@ -137,6 +140,7 @@ class ImageClassifier(ModelStage, HasPredictionCol, HasProbabilityCol, HasRawPre
             "topKCol": (self.getTopKCol(), "topK"),
             "errorCol": (self.getErrorCol(), "error"),
             "deviceCol": (self.getDeviceCol(), "device"),
+            "timingCol": (self.getTimingCol(), "timing"),
         }
         return {name: (column, field) for name, (column, field) in made.items() if column}
 

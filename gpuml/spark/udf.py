@@ -1,5 +1,6 @@
 """A Spec -> the Series-to-Series pandas UDF that runs it: the seam between Spark's driver and its workers."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,11 @@ FIELDS = {
     "topProbabilities": ArrayType(DoubleType()),
     "error": StringType(),
     "device": StringType(),
+    "timing": ArrayType(DoubleType()),
 }
+
+#: The task whose rows this worker answered last, and when: what lies between two answers is the feed.
+_answered: tuple[int, float] | None = None
 
 
 def score_udf(spec: Spec, *, image_struct: bool) -> Callable[..., Column]:
@@ -53,15 +58,20 @@ def score_udf(spec: Spec, *, image_struct: bool) -> Callable[..., Column]:
 
 def _score(spec: Spec, rows: list[Any]) -> pd.DataFrame:
     """Runs in a worker: one Arrow batch of the task."""
+    global _answered
     from gpuml.worker import cache, device, serve
 
+    begin = time.perf_counter()
     context = TaskContext.get()
     assert context is not None, "a UDF runs in a task"
     resources = context.resources()
     addresses = tuple(resources["gpu"].addresses) if "gpu" in resources else ()
-    task = device.Task(addresses, context.cpus(), context.partitionId())
+    number = context.taskAttemptId()
+    waited = begin - _answered[1] if _answered is not None and _answered[0] == number else None
+    task = device.Task(addresses, context.cpus(), context.partitionId(), waited)
     columns = serve.serve(rows, spec, task, lambda: _shipped(spec.model))
     cache.freeze()
+    _answered = number, time.perf_counter()
     return pd.DataFrame(columns, columns=list(spec.outputs), index=range(len(rows)))
 
 

@@ -17,11 +17,16 @@ from gpuml.errors import DeviceError
 
 @dataclass(frozen=True)
 class Task:
-    """What Spark gave the task: its GPU addresses (none in local mode), cpus and partition."""
+    """What Spark gave the task: its GPU addresses (none in local mode), cpus and partition.
+
+    `waited` is for how many seconds the worker had nothing to do since it answered the task's last rows, None for its
+    first ones.
+    """
 
     addresses: tuple[str, ...] = ()
     cpus: int = 1
     partition_id: int = 0
+    waited: float | None = None
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from gpuml.spec import Spec
 from gpuml.worker.runner import Scores
 
 
-def columns(scores: Scores, card: Card, spec: Spec, device: str) -> dict[str, Any]:
+def columns(scores: Scores, card: Card, spec: Spec, device: str, waited: float | None = None) -> dict[str, Any]:
     """The columns that ``spec.outputs`` names, each as long as the input; None (NaN for a number) where a row failed.
 
     ``prediction`` float64 index, ``predictedLabel`` str, ``probability`` and ``rawPrediction`` float32 (width,) per
-    row, ``topLabels`` and ``topProbabilities`` lists in falling order, ``error`` str, ``device`` str.
+    row, ``topLabels`` and ``topProbabilities`` lists in falling order, ``error`` str, ``device`` str, ``timing``
+    float64 (5,) per row: milliseconds of the feed (`waited` seconds for the whole call, NaN where that is None) and of
+    `gpuml.worker.timing.STAGES`.
     """
     rows = len(scores.reasons)
     scores, probabilities = _numbers_only(scores, activate(scores.outputs, card.activation))
@@ -28,6 +30,9 @@ def columns(scores: Scores, card: Card, spec: Spec, device: str) -> dict[str, An
             made[name] = scores.reasons
         elif name == "device":
             made[name] = [device] * rows
+        elif name == "timing":
+            feed = np.full((len(scores.good), 1), np.nan if waited is None else waited / rows)
+            made[name] = _around(scores, list(1000 * np.hstack([feed, scores.seconds])))
         elif name == "prediction":
             prediction = np.full(rows, np.nan)
             prediction[scores.good] = indices
@@ -59,7 +64,7 @@ def _numbers_only(scores: Scores, probabilities: Any) -> tuple[Scores, Any]:
     for place in np.flatnonzero(bad).tolist():
         reasons[scores.good[place]] = str(RowError("bad_value", "the model gave NaN for this image"))
     good = [row for row, failed in zip(scores.good, bad.tolist(), strict=True) if not failed]
-    return Scores(scores.outputs[~bad], good, reasons), probabilities[~bad]
+    return Scores(scores.outputs[~bad], good, reasons, scores.seconds[~bad]), probabilities[~bad]
 
 
 def activate(outputs: Any, activation: str) -> Any:

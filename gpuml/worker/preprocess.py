@@ -19,7 +19,12 @@ _LARGE = 1 << 22
 _FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
-def resize_crop(pixels: torch.Tensor, preprocess: Preprocess, out: torch.Tensor | None = None) -> torch.Tensor:
+def resize_crop(
+    pixels: torch.Tensor,
+    preprocess: Preprocess,
+    out: torch.Tensor | None = None,
+    full: tuple[int, int] | None = None,
+) -> torch.Tensor:
     """Resize and centre-crop one image, as torchvision's transforms do with a Pillow image.
 
     Parameters
@@ -27,6 +32,8 @@ def resize_crop(pixels: torch.Tensor, preprocess: Preprocess, out: torch.Tensor 
     pixels : uint8 of shape (3, height, width) in channels-last memory, as `decode` gives it; any size from 1x1.
     preprocess : the lengths, in pixels, and the interpolation.
     out : uint8 of shape (3, *preprocess.size) to write into, such as a slot of a batch.
+    full : (height, width) of the picture where `pixels` were decoded smaller; None: theirs. Sizes rounded up have
+        another aspect ratio: the crop of their resize would lie beside that of the whole picture's.
 
     Returns
     -------
@@ -36,7 +43,7 @@ def resize_crop(pixels: torch.Tensor, preprocess: Preprocess, out: torch.Tensor 
     height, width = preprocess.size
     if out is None:
         out = torch.empty((height, width, 3), dtype=torch.uint8).permute(2, 0, 1)
-    size = _resized(pixels.shape[1], pixels.shape[2], preprocess.resize)
+    size = _resized(*(full or (pixels.shape[1], pixels.shape[2])), preprocess.resize)
     # torchvision's center_crop rounds half to even, as round() does.
     top, left = round((size[0] - height) / 2.0), round((size[1] - width) / 2.0)
     part = (top, left, height, width)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from PIL import Image
 from torch import Tensor
 
 from gpuml.errors import DeviceMemoryError, ModelError, RowError
-from gpuml.spec import Spec
+from gpuml.spec import Preprocess, Spec
 from gpuml.worker.cache import Network, out_of_memory
-from gpuml.worker.decode import decode, decode_pil, decode_struct
+from gpuml.worker.decode import decode_pil, decode_scaled, decode_struct
 from gpuml.worker.preprocess import normalise, resize_crop
+from gpuml.worker.timing import Moment, Part, now, wait
 
 _log = logging.getLogger("gpuml")
 
@@ -41,11 +43,13 @@ class Scores:
     outputs : float32 (len(good), width), the model's output before any activation.
     good : indices of those rows, ascending.
     reasons : per row, None or ``"kind: message"``.
+    seconds : float64 (len(good), 4), what each of those rows took in each of `timing.STAGES`.
     """
 
     outputs: np.ndarray[Any, np.dtype[np.float32]]
     good: list[int]
     reasons: list[str | None]
+    seconds: np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Runner:
@@ -62,10 +66,11 @@ class Runner:
         self.network = network
         self.spec = spec
         self.threads = threads
+        self._least = least_pixels(network.card.preprocess, spec)
         self._loading: dict[int, threading.Lock] = {}
         self._on_cuda = network.device.type == "cuda"
-        #: When the last copy to the GPU has left its staging memory. Blocking: the host would busy-wait otherwise.
-        self._copied = torch.cuda.Event(blocking=True) if self._on_cuda else None
+        #: When the last copy to the GPU has left its staging memory.
+        self._copied: Moment = 0.0
 
     def run(self, rows: Sequence[Any]) -> Scores:
         """Each row exactly once, computed once unless memory ran out. At most two slices of pixels are alive.
@@ -81,25 +86,34 @@ class Runner:
         """
         reasons: list[str | None] = [None] * len(rows)
         good: list[int] = []
+        prepared: list[tuple[float, float]] = []
+        parts: list[Part] = []
         shape = (len(rows), self.network.card.width)
-        earlier = None
         # Names the device for pinned memory, streams and events: none of them may touch another card.
         with torch.cuda.device(self.network.device) if self._on_cuda else contextlib.nullcontext():
             # One allocation for the whole call. Small ones that outlive a slice, in between its large ones, keep glibc
             # from using the large ones' memory again: 0.5 MB lost per row was seen, with 224x224 inputs.
             outputs = torch.empty(shape, dtype=torch.float32, pin_memory=self._on_cuda)
-            for pixels, indices in self._decoded(rows, reasons):
+            for pixels, indices in self._decoded(rows, reasons, prepared):
                 launched = self._launch(pixels, outputs[len(good) : len(good) + len(indices)])
                 good += indices
-                if earlier is not None:
-                    earlier.synchronize()
-                earlier = launched
-            if earlier is not None:
-                earlier.synchronize()
-            return Scores(outputs[: len(good)].clone().numpy(), good, reasons)  # pinned memory is not for keeping
+                if parts:
+                    wait(parts[-1].compute[1])
+                parts += launched
+            if parts:
+                wait(parts[-1].compute[1])
+            computed = [part.shares() for part in parts for _ in range(part.rows)]
+            seconds = np.hstack([np.array(prepared).reshape(-1, 2), np.array(computed).reshape(-1, 2)])
+            # Pinned memory is not for keeping.
+            return Scores(outputs[: len(good)].clone().numpy(), good, reasons, seconds)
 
-    def _decoded(self, rows: Sequence[Any], reasons: list[str | None]) -> Iterator[tuple[Tensor, list[int]]]:
-        """Slices of pixels, uint8 (n, 3, h, w), and the indices of their rows; threads are one slice ahead."""
+    def _decoded(
+        self, rows: Sequence[Any], reasons: list[str | None], prepared: list[tuple[float, float]]
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """Slices of pixels, uint8 (n, 3, h, w), and the indices of their rows; threads are one slice ahead.
+
+        Of every row it notes the reason why there are no pixels, or else the seconds of its decoding and resizing.
+        """
         # Without threads, slices are as small as what is computed at once: pixels are in the processor's cache then.
         size = self.spec.batch_size if self.threads else min(self.spec.batch_size, self._most_rows())
         starts = range(0, len(rows), size)
@@ -112,15 +126,15 @@ class Runner:
             for number, start in enumerate(starts):
                 pixels = staging[number % 2]
                 indices: list[int] = []
-                for slot, reason in enumerate(ahead):
+                for slot, (reason, seconds) in enumerate(ahead):
                     reasons[start + slot] = reason
                     if reason is None:
                         if len(indices) < slot:  # close the gap that a failed row left
                             pixels[len(indices)].copy_(pixels[slot])
                         indices.append(start + slot)
+                        prepared.append(seconds)
                 if start + size < len(rows):
-                    if self._copied is not None:
-                        self._copied.synchronize()  # of the slice before this one
+                    wait(self._copied)  # of the slice before this one
                     ahead = each(self._prepare, rows[start + size : start + 2 * size], staging[(number + 1) % 2])
                 if indices:
                     yield pixels[: len(indices)], indices
@@ -133,54 +147,51 @@ class Runner:
         height, width = self.network.card.preprocess.size
         return torch.empty((rows, height, width, 3), dtype=torch.uint8, pin_memory=self._on_cuda).permute(0, 3, 1, 2)
 
-    def _prepare(self, row: Any, slot: Tensor) -> str | None:
-        """Decode one row into its slot; returns the reason why not."""
+    def _prepare(self, row: Any, slot: Tensor) -> tuple[str | None, tuple[float, float]]:
+        """Decode one row into its slot: the reason why not, and the seconds of its decoding and resizing."""
+        begin = decoded = time.perf_counter()
+        reason = None
         try:
             # Pillow loads an opened image in place: two threads must not, where one image stands in two rows.
             shared = isinstance(row, Image.Image)
             with self._loading.setdefault(id(row), threading.Lock()) if shared else contextlib.nullcontext():
-                pixels = read(row, self.spec)
-            resize_crop(pixels, self.network.card.preprocess, out=slot)
+                pixels, full = read(row, self.spec, self._least)
+            decoded = time.perf_counter()
+            resize_crop(pixels, self.network.card.preprocess, out=slot, full=full)
         except RowError as error:
-            return str(error)
-        return None
+            reason = str(error)
+        return reason, (decoded - begin, time.perf_counter() - decoded)
 
     def _most_rows(self) -> int:
         """In a forward pass."""
         height, width = self.network.card.preprocess.size
         return sys.maxsize if self._on_cuda else max(1, _CPU_PIXELS * torch.get_num_threads() // (height * width))
 
-    def _launch(self, pixels: Tensor, outputs: Tensor) -> torch.cuda.Event | None:
-        """Start the forward passes of a slice, in parts that fit into memory; the event tells when `outputs` are there.
-
-        None instead of an event: they are there.
-        """
+    def _launch(self, pixels: Tensor, outputs: Tensor) -> list[Part]:
+        """Start the forward passes of a slice, in parts that fit into memory; with the last, `outputs` are there."""
+        parts: list[Part] = []
         start, rows, halved = 0, self.network.batch_limit or len(pixels), False
         rows = min(rows, self._most_rows())
         while start < len(pixels):
-            part = pixels[start : start + rows]
-            if self._attempt(part, outputs[start : start + rows]):
-                start += len(part)
+            part = self._attempt(pixels[start : start + rows], outputs[start : start + rows])
+            if part:
+                parts.append(part)
+                start += part.rows
                 if halved:
                     self.network.batch_limit = rows  # only what worked: a later task may find more room
             else:
                 # Here, not in the except block: the exception's frames keep the tensors alive that must go.
-                rows, halved = self._halve(len(part)), True
-        if not self._on_cuda:
-            return None
-        done = torch.cuda.Event(blocking=True)
-        done.record()
-        return done
+                rows, halved = self._halve(min(rows, len(pixels) - start)), True
+        return parts
 
-    def _attempt(self, pixels: Tensor, outputs: Tensor) -> bool:
-        """Start one forward pass; False when the device's memory ran out."""
+    def _attempt(self, pixels: Tensor, outputs: Tensor) -> Part | None:
+        """Start one forward pass; None when the device's memory ran out."""
         try:
-            self._forward(pixels, outputs)
+            return self._forward(pixels, outputs)
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            return False
-        return True
+            return None
 
     def _halve(self, rows: int) -> int:
         """After `rows` ran out of memory: free what is free; returns how many to try next."""
@@ -198,18 +209,20 @@ class Runner:
         )
         return half
 
-    def _forward(self, pixels: Tensor, outputs: Tensor) -> None:
+    def _forward(self, pixels: Tensor, outputs: Tensor) -> Part:
         """uint8 (n, 3, h, w) on the host -> float32 (n, width) on the host; on a GPU only started."""
         network = self.network
+        stream = torch.cuda.current_stream(network.device) if self._on_cuda else None
         with torch.inference_mode():
-            if self._copied is not None:
+            copy = now(network.copies)
+            if stream is not None:
                 with torch.cuda.stream(network.copies):
-                    on_device = pixels.to(network.device, non_blocking=True)
-                self._copied.record(network.copies)
-                compute = torch.cuda.current_stream(network.device)
-                compute.wait_event(self._copied)
-                on_device.record_stream(compute)  # allocated on the copying stream, read by the computing one
-                pixels = on_device
+                    pixels = pixels.to(network.device, non_blocking=True)
+                pixels.record_stream(stream)  # allocated on the copying stream, read by the computing one
+            self._copied = copied = now(network.copies)
+            if isinstance(copied, torch.cuda.Event) and stream is not None:
+                stream.wait_event(copied)
+            begin = now(stream)
             inputs = normalise(pixels, network.card.preprocess)
             if network.card.memory_format == "contiguous":
                 inputs = inputs.contiguous()
@@ -224,15 +237,26 @@ class Runner:
                 )
             # A copy on the CPU too: a network may give a view of something large, or a buffer that it writes again.
             outputs.copy_(output.float(), non_blocking=self._on_cuda)
+        return Part(len(pixels), (copy, copied), (begin, now(stream)))
 
 
-def read(row: Any, spec: Spec) -> Tensor:
-    """One input -> uint8 (3, H, W).
+def least_pixels(preprocess: Preprocess, spec: Spec) -> tuple[float, float] | None:
+    """(height, width) that a JPEG keeps when it is decoded smaller; None: it never is."""
+    if not spec.scaled_decode:
+        return None
+    resize = preprocess.resize
+    height, width = (resize, resize) if isinstance(resize, int) else resize  # one length: both sides reach it
+    return spec.scaled_decode * height, spec.scaled_decode * width
+
+
+def read(row: Any, spec: Spec, least: tuple[float, float] | None = None) -> tuple[Tensor, tuple[int, int] | None]:
+    """One input -> uint8 (3, H, W), and (height, width) of the picture where that may be more.
 
     Parameters
     ----------
     row : encoded bytes (or None), the fields (data, height, width, nChannels, mode) of an image struct as a tuple, a
         PIL image, or a path.
+    least : from `least_pixels`. A PIL image is the caller's: a scale would change its size, so it has none.
 
     Raises
     ------
@@ -240,12 +264,12 @@ def read(row: Any, spec: Spec) -> Tensor:
         The row cannot be read.
     """
     if isinstance(row, tuple):
-        return decode_struct(*row, max_pixels=spec.max_pixels, alpha=spec.alpha)
+        return decode_struct(*row, max_pixels=spec.max_pixels, alpha=spec.alpha), None
     if isinstance(row, Image.Image):
-        return decode_pil(row, max_pixels=spec.max_pixels, alpha=spec.alpha)
+        return decode_pil(row, max_pixels=spec.max_pixels, alpha=spec.alpha), None
     if isinstance(row, Path):
         try:
             row = row.read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise RowError("io", f"{row}: {getattr(error, 'strerror', None) or error}") from error
-    return decode(row, max_pixels=spec.max_pixels, alpha=spec.alpha)
+    return decode_scaled(row, max_pixels=spec.max_pixels, alpha=spec.alpha, least=least)

@@ -45,7 +45,7 @@ def serve(rows: Sequence[Any], spec: Spec, task: device.Task, find: Callable[[],
         made_by = (spec.model, spec.labels, spec.preprocess)
         network = cache.network(made_by, place, spec.dtype, find, partial(python_source.load, *made_by))
     scores = Runner(network, spec, decode_threads(spec, task, place)).run(rows)
-    return outputs.columns(scores, network.card, spec, str(decision))
+    return outputs.columns(scores, network.card, spec, str(decision), task.waited)
 
 
 def decode_threads(spec: Spec, task: device.Task, place: torch.device) -> int:

@@ -33,6 +33,9 @@ OTHER_IMAGES = ("limit_threads", "gpuml")
 #: many; they are not taken off, since decoding goes on meanwhile: with few images that would leave nearly nothing.
 STARTS_ANEW = ("ray",)
 
+#: For the stages, one by one.
+STAGES_IMAGES = 512
+
 #: Spark ends a Python worker that was idle for a minute; a peer that waited longer gets an untimed pass first.
 WARM_S = 45.0
 
@@ -216,7 +219,7 @@ def _stages(plan: Plan, models: Path) -> dict[str, dict[str, float]]:
     folders = {}
     for name in plan.workloads:
         workload = WORKLOADS[name]
-        folders[name] = str(data.parquet(plan.root, workload.kind, plan.size(workload)))
+        folders[name] = str(data.parquet(plan.root, workload.kind, min(plan.size(workload), STAGES_IMAGES)))
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "bench.stages", json.dumps(folders), str(models)],

@@ -1,19 +1,27 @@
-"""gpuml's own path, stage by stage on one thread and without Spark -> milliseconds an image, as JSON on stdout."""
+"""gpuml's own path, stage by stage on one core -> milliseconds an image, as JSON on stdout."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from bench import data
 from bench.limit import ROWS, decoded
+from bench.serve import Setting
+from bench.spark_peers import OUTPUTS, frame_of
 from bench.workloads import PREPROCESS, WORKLOADS, network
 from gpuml.models.file import load
 from gpuml.worker.preprocess import normalise, resize_crop
@@ -49,17 +57,56 @@ def stages(name: str, folder: Path, models: Path) -> dict[str, float]:
         }
 
 
+def travels(name: str, folder: Path, models: Path) -> dict[str, float]:
+    """Milliseconds an image for the way through Spark: read and fed to a worker that does nothing; scores returned."""
+    workload = WORKLOADS[name]
+    frame = frame_of(Setting(workload.network, str(folder), str(models), cores=1))
+    width = 10 if workload.network in ("pooled", "accelerator") else 1000
+    column = "content.data" if workload.kind == "struct" else "content"
+    feed = F.pandas_udf(lambda content: content.map(len).astype("float64"), "double")
+    scores = F.pandas_udf(
+        lambda content: pd.DataFrame(
+            {
+                "prediction": np.zeros(len(content), np.float32),
+                "probability": list(np.zeros((len(content), width), np.float32)),
+            }
+        ),
+        OUTPUTS,
+    )
+    # As a stage's: else Spark may run them where it likes.
+    fed = frame.select("id", feed.asNondeterministic()(column))
+    returned = frame.select("id", scores.asNondeterministic()(column).alias("out")).select("id", "out.*")
+    images = frame.count()
+    # Few tasks, and less what a job costs that reads no image: else those would count as the images' way.
+    frame.sparkSession.conf.set("spark.sql.files.minPartitionNum", "1")
+    frames = (frame.select("id"), fed, returned)
+    rounds = [[_seconds(partial(write, out)) for out in frames] for _ in range(PASSES + 1)][1:]
+    nothing, there, back = (1000 * statistics.median(taken) / images for taken in zip(*rounds, strict=True))
+    return {"feed": there - nothing, "return": back - there}
+
+
+def write(out: DataFrame) -> None:
+    out.write.format("noop").mode("overwrite").save()
+
+
 def _milliseconds(work: Callable[[], Any], images: int) -> float:
     work()
-    taken = []
-    for _ in range(PASSES):
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    return 1000 * statistics.median(taken) / images
+    return 1000 * statistics.median(_seconds(work) for _ in range(PASSES)) / images
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Spark prints to stdout
     asked = json.loads(sys.argv[1])  # workload -> folder of its images
     models = Path(sys.argv[2])
-    print(json.dumps({name: stages(name, Path(folder), models) for name, folder in asked.items()}))
+    found = {
+        name: {**stages(name, Path(folder), models), **travels(name, Path(folder), models)}
+        for name, folder in asked.items()
+    }
+    print(json.dumps(found), file=answer)

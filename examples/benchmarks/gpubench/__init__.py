@@ -1,0 +1,1 @@
+"""gpuml on one GPU beside the ceilings of its stages and a plain PyTorch loop: images -> ratios. Needs no Spark."""
