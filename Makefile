@@ -20,9 +20,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: $(VENV)/demo.stamp java
 	$(BIN)/python examples/quickstart.py
 
-# Two files at a time: much of a Spark test is waiting for processes to start.
+# Three files at a time, also on two cores: much of a Spark test is waiting for processes to start.
 test: $(VENV)/test.stamp java lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

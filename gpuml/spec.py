@@ -128,7 +128,7 @@ class Spec:
     batch_size : rows per forward pass.
     device : ``"auto"``, ``"cuda"`` or ``"cpu"``.
     dtype : ``"float32"``, or the autocast type ``"bfloat16"`` or ``"float16"``.
-    decode_threads : threads that decode images; 0 = as many as the task has cpus.
+    decode_threads : threads that decode images; 0 = as `gpuml.worker.serve.decode_threads` has it.
     max_pixels : larger images are refused from their header.
     alpha : transparency over ``"white"``, over ``"black"``, or ``"drop"``.
     scaled_decode : JPEGs are decoded smaller where at least this many times the pixels of the resize remain; 0 = never.

@@ -125,6 +125,25 @@ def test_labels_are_compared_where_the_reference_is_clear():
     assert _agreement({0: 5}, truth, 0) == 1
 
 
+def test_a_slow_peer_gets_a_part_of_the_images_and_never_less_than_the_smallest():
+    from bench.rounds import PASS_S, _size_for
+
+    assert _size_for(4096, 256, 4096 / PASS_S) == 4096
+    assert _size_for(4096, 256, 1500 / PASS_S) == 1024
+    assert _size_for(4096, 256, 1) == 256
+    assert _size_for(192, 64, 20 / PASS_S) == 64  # not an eighth, 24
+    assert _size_for(64, 64, 1) == 64
+
+
+def test_a_start_as_long_as_the_pass_leaves_it_some_time():
+    from bench.report import Pass, Result
+
+    result = Result(start=Pass(8, 10.0, 5.0))
+    assert result.steady(Pass(100, 14.0, 9.0)).seconds == 4
+    assert result.steady(Pass(100, 9.0, 9.0)).seconds == 0.09
+    assert Result().steady(Pass(100, 9.0, 9.0)).seconds == 9
+
+
 def test_the_cpu_time_and_memory_of_a_tree_count_its_children():
     from bench import tree
 

@@ -128,6 +128,13 @@ def test_the_walk_sees_imports_of_every_kind(tmp_path, monkeypatch):
     ]
 
 
+def test_driver_and_worker_name_the_timed_stages_in_one_order():
+    from gpuml.spark.columns import TIMING
+    from gpuml.worker.timing import STAGES
+
+    assert ("feed", *STAGES) == TIMING
+
+
 # --- what is public -----------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ def test_timing_is_in_milliseconds_the_feed_shared_by_all_rows_and_none_for_a_fa
     np.testing.assert_allclose([first[0], first[2], first[3]], [[np.nan, *range(i, i + 4)] for i in (0, 4, 8)])
     later = make(bad=[1], names=("timing",), waited=0.02)["timing"]
     np.testing.assert_allclose(later[3], [5, 8, 9, 10, 11])
+    assert make(LOGITS[:0], names=("timing",), waited=0.02)["timing"] == []
     outputs = LOGITS.copy()
     outputs[1, 1] = np.nan
     refused = make(outputs, names=("timing",))["timing"]

@@ -233,7 +233,7 @@ def test_every_output_on_request(classifier):
     assert frame["d"].tolist() == ["cpu", "cpu"]
     assert list(frame["s"][0]) == ["feed", "decode", "resize", "copy", "compute"]
     assert frame["s"][0]["feed"] is None
-    assert 0 < frame["s"][0]["decode"] < 1000
+    assert frame["s"][0]["decode"] > 0
     assert frame["s"][1] is None
 
 

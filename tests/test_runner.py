@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import re
@@ -488,27 +489,96 @@ def test_a_part_on_a_gpu_is_timed_by_events_and_shared_by_its_rows(events):
 
 
 def test_the_seconds_of_a_row_are_its_own_decoding_and_resizing_and_its_share_of_a_pass(monkeypatch):
-    def slow(row, *more):
-        time.sleep(0.05 if row == solid(1) else 0)
-        return read(row, *more)
+    clock = [0.0]
 
-    def resize(pixels, preprocess, out, **more):
-        time.sleep(0.03 if pixels[0, 0, 0] == colour(2)[0] else 0)
-        return resize_crop(pixels, preprocess, out=out, **more)
+    def taking(seconds, function):
+        def run(*given, **more):
+            clock[0] += seconds(*given)
+            return function(*given, **more)
 
-    monkeypatch.setattr(module, "read", slow)
-    monkeypatch.setattr(module, "resize_crop", resize)
-    scores = build(lambda x: time.sleep(0.04) or mean_colour(x), batch=4).run([b"", *map(solid, range(1, 7))])
-    decoded, resized, copied, computed = scores.seconds.T
-    assert len(decoded) == 6
-    assert decoded.argmax() == 0
-    assert 0.05 <= decoded[0] < 1
-    assert resized.argmax() == 1
-    assert 0.03 <= resized[1] < 1
-    assert (copied < 0.01).all()
-    # 3 good rows of the first slice, and 3 of the second
-    assert computed == pytest.approx([0.04 / 3] * 6, rel=0.9)
-    assert (computed >= 0.04 / 3).all()
+        return run
+
+    monkeypatch.setattr(module, "read", taking(lambda row, *_: 5 if row == solid(1) else 1, read))
+    monkeypatch.setattr(
+        module, "resize_crop", taking(lambda pixels, *_: 3 if pixels[0, 0, 0] == colour(2)[0] else 2, resize_crop)
+    )
+    monkeypatch.setattr(module, "_CPU_PIXELS", 3 * 32 * 32)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    forward = taking(lambda x: 12, mean_colour)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: clock[0])
+        scores = build(forward, threads=0).run([b"", *map(solid, range(1, 6))])
+    decoded, resized, copied, computed = scores.seconds.T.tolist()
+    assert scores.good == [1, 2, 3, 4, 5]
+    assert decoded == [5, 1, 1, 1, 1]
+    assert resized == [2, 3, 2, 2, 2]
+    assert copied == [0] * 5  # there is no copy on a CPU
+    assert computed == [6, 6, 4, 4, 4]  # the first slice of 3 has 2 good rows
+
+
+class Pixels(torch.Tensor):
+    """Pixels that say where they go; a CPU stands in for the GPU."""
+
+    def to(self, device, non_blocking=False, **more):
+        self.said.append(f"copy to {device}")
+        moved = torch.zeros(self.shape, dtype=torch.uint8).as_subclass(Pixels)
+        moved.said = self.said
+        return moved
+
+    def record_stream(self, stream):
+        self.said.append(f"used by {stream}")
+
+
+class Stream:
+    def __init__(self, name, said):
+        self.name, self.said = name, said
+
+    def __str__(self):
+        return self.name
+
+    def wait_event(self, event):
+        self.said.append(f"{self} waits for {event}")
+
+
+def test_a_pass_on_a_gpu_copies_on_one_stream_and_computes_on_another_once_the_copy_is_there(monkeypatch):
+    said = []
+    compute, copies = Stream("compute", said), Stream("copies", said)
+    marks = iter(range(9))
+
+    def mark(stream):
+        said.append(f"mark {(number := next(marks))} on {stream}")
+        return number
+
+    @contextlib.contextmanager
+    def on(stream):
+        said.append(f"on {stream}")
+        yield
+        said.append(f"no more on {stream}")
+
+    monkeypatch.setattr(module, "now", mark)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(module, "normalise", lambda pixels, preprocess: torch.zeros(2, 3, 4, 4))
+    runner = build(lambda x: said.append("forward") or mean_colour(x))
+    runner._on_cuda = True
+    runner.network.__dict__["copies"] = copies  # what a network on a GPU makes once
+    pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8).as_subclass(Pixels)
+    pixels.said = said
+    part = runner._forward(pixels, torch.zeros(2, 3))
+    assert said == [
+        "mark 0 on copies",
+        "on copies",
+        "copy to cpu",
+        "no more on copies",
+        "used by compute",
+        "mark 1 on copies",
+        "compute waits for 1",
+        "mark 2 on compute",
+        "forward",
+        "mark 3 on compute",
+    ]
+    assert part == timing.Part(2, (0, 1), (2, 3))
+    assert runner._copied == 1  # what the staging memory waits for
 
 
 # --- parts of a slice on the CPU ----------------------------------------------------------------------------------

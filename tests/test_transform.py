@@ -403,7 +403,9 @@ def test_gpu_conf_sets_the_rows_that_travel_together_and_changes_no_score(spark,
     scores, together = look()
     assert together == {10}
     settings = gpu_conf(1)
-    before = {name: spark.conf.get(name) for name in settings}  # Spark knows each of them
+    before = {name: spark.conf.get(name, None) for name in settings}
+    if spark.version >= "4.2":
+        assert all(spark.conf.get(name) for name in settings)  # it would raise for a name that Spark does not know
     try:
         for name, value in settings.items():
             spark.conf.set(name, value)
@@ -413,7 +415,7 @@ def test_gpu_conf_sets_the_rows_that_travel_together_and_changes_no_score(spark,
         assert not node.supportsColumnar()
     finally:
         for name, value in before.items():
-            spark.conf.set(name, value)
+            spark.conf.unset(name) if value is None else spark.conf.set(name, value)
     assert (again, together) == (scores, {4, 2})
 
 
@@ -440,10 +442,8 @@ def test_timing_says_where_a_rows_milliseconds_went(spark, tmp_path):
     assert rows[6].feed > 0
     assert {row.feed for row in rows[6:]} == {rows[6].feed}
     for row in rows[1:]:
-        assert 0 < row.decode < 1000
-        assert 0 < row.resize < 1000
-        assert 0 < row.compute < 1000
-        assert 0 <= row.copy < 1
+        assert min(row.decode, row.resize, row.compute) > 0
+        assert row.copy == 0
 
 
 def test_quadrants_arrive_in_place_and_in_rgb(spark):

@@ -13,7 +13,7 @@ GPU_AMOUNT = "spark.task.resource.gpu.amount"
 
 
 def gpu_conf(batch_size: int = 64) -> dict[str, str]:
-    """Settings of Spark under which images travel to the workers and back at the least cost (docs/performance.md).
+    """Settings of Spark under which images travel to the workers and back at the least cost (docs/clusters.md).
 
     Parameters
     ----------

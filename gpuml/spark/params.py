@@ -155,7 +155,8 @@ class HasModel(HasInputCol):
     )
     decodeThreads = param(
         "decodeThreads",
-        "threads that decode images in a task; 0 = as many as the task has cpus",
+        "threads that decode images in a task, one slice ahead; 0 = as many as the task has cpus; on the CPU with one "
+        "cpu, none: the task's own thread decodes",
         at_least("decodeThreads", 0),
     )
     maxPixels = param(

@@ -31,7 +31,7 @@ def columns(scores: Scores, card: Card, spec: Spec, device: str, waited: float |
         elif name == "device":
             made[name] = [device] * rows
         elif name == "timing":
-            feed = np.full((len(scores.good), 1), np.nan if waited is None else waited / rows)
+            feed = np.full((len(scores.good), 1), np.nan if waited is None else waited / max(rows, 1))
             made[name] = _around(scores, list(1000 * np.hstack([feed, scores.seconds])))
         elif name == "prediction":
             prediction = np.full(rows, np.nan)

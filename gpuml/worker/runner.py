@@ -102,8 +102,9 @@ class Runner:
                 parts += launched
             if parts:
                 wait(parts[-1].compute[1])
-            computed = [part.shares() for part in parts for _ in range(part.rows)]
-            seconds = np.hstack([np.array(prepared).reshape(-1, 2), np.array(computed).reshape(-1, 2)])
+            shares = np.array([part.shares() for part in parts]).reshape(-1, 2)
+            computed = shares.repeat([part.rows for part in parts], axis=0)
+            seconds = np.hstack([np.array(prepared).reshape(-1, 2), computed])
             # Pinned memory is not for keeping.
             return Scores(outputs[: len(good)].clone().numpy(), good, reasons, seconds)
 
@@ -117,14 +118,15 @@ class Runner:
         # Without threads, slices are as small as what is computed at once: pixels are in the processor's cache then.
         size = self.spec.batch_size if self.threads else min(self.spec.batch_size, self._most_rows())
         starts = range(0, len(rows), size)
-        staging = [self._staging(min(size, len(rows))) for _ in starts[:2]]
+        buffers = 2 if self.threads or self._on_cuda else 1
+        staging = [self._staging(min(size, len(rows))) for _ in starts[:buffers]]
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="gpuml-decode") if self.threads else None
         # The pool's map begins at once, Python's own when it is asked for results.
         each: Any = pool.map if pool else map
         try:
             ahead = each(self._prepare, rows[:size], staging[0]) if rows else ()
             for number, start in enumerate(starts):
-                pixels = staging[number % 2]
+                pixels = staging[number % len(staging)]
                 indices: list[int] = []
                 for slot, (reason, seconds) in enumerate(ahead):
                     reasons[start + slot] = reason
@@ -135,7 +137,9 @@ class Runner:
                         prepared.append(seconds)
                 if start + size < len(rows):
                     wait(self._copied)  # of the slice before this one
-                    ahead = each(self._prepare, rows[start + size : start + 2 * size], staging[(number + 1) % 2])
+                    ahead = each(
+                        self._prepare, rows[start + size : start + 2 * size], staging[(number + 1) % len(staging)]
+                    )
                 if indices:
                     yield pixels[: len(indices)], indices
         finally:
@@ -214,15 +218,14 @@ class Runner:
         network = self.network
         stream = torch.cuda.current_stream(network.device) if self._on_cuda else None
         with torch.inference_mode():
-            copy = now(network.copies)
+            copy = copied = begin = now(network.copies)
             if stream is not None:
                 with torch.cuda.stream(network.copies):
                     pixels = pixels.to(network.device, non_blocking=True)
                 pixels.record_stream(stream)  # allocated on the copying stream, read by the computing one
-            self._copied = copied = now(network.copies)
-            if isinstance(copied, torch.cuda.Event) and stream is not None:
-                stream.wait_event(copied)
-            begin = now(stream)
+                self._copied = copied = now(network.copies)
+                stream.wait_event(copied)  # type: ignore[arg-type]  # an event, as the stream is one
+                begin = now(stream)
             inputs = normalise(pixels, network.card.preprocess)
             if network.card.memory_format == "contiguous":
                 inputs = inputs.contiguous()

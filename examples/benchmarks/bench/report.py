@@ -48,7 +48,10 @@ class Result:
 
         More than that peer can do, in fact: it works while its processes start.
         """
-        return Pass(one.images, one.seconds - self.start.seconds, one.cpu_seconds) if self.start else one
+        if not self.start:
+            return one
+        # Where a pass is hardly longer than the start, its images took no time that could be told.
+        return Pass(one.images, max(one.seconds - self.start.seconds, one.seconds / 100), one.cpu_seconds)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,18 @@ from bench.serve import Setting, open_message
 from bench.workloads import MAIN, WORKLOADS, Workload, prepare, reference
 
 #: A pass of a slow peer has a half of the images, a quarter or less, so as to take no longer than this if it can:
-#: so many of the files, since each file is a task, and a task has its costs.
-PASS_S = 2.0
+#: so many of the files, since each file is a task, and a task has its costs. Short passes would not do: what a pass
+#: costs by itself, and batches that do not fill, would count against the slow.
+PASS_S = 3.0
 
 #: One in so many, for the slowest.
 MOST_PARTS = 16
+
+#: The least images of a pass that is not of all; of so many the labels are compared, too.
+LEAST_IMAGES = 64
+
+#: And for a peer that starts its processes anew, so that these do not count for all.
+PARTS_ANEW = 8
 
 #: The peers that get all images in every workload.
 ALL_IMAGES = ("limit_threads", "gpuml")
@@ -34,10 +42,10 @@ OTHER_IMAGES = ("limit_threads", "gpuml")
 STARTS_ANEW = ("ray",)
 
 #: For the stages, one by one.
-STAGES_IMAGES = 512
+STAGES_IMAGES = 256
 
 #: Spark ends a Python worker that was idle for a minute; a peer that waited longer gets an untimed pass first.
-WARM_S = 45.0
+WARM_S = 55.0
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,11 @@ def _workload(plan: Plan, name: str, peers: list[Peer]) -> dict[str, Result]:
             sizes[peer.name] = _opened(plan, workload, peer, size, truth, results[peer.name])
         except Failed as error:
             results[peer.name].failed = str(error)
+    _say(f"{name}: all once, untimed")
+    # Together: one after the other, Spark would have ended the first one's workers before its first round.
+    with ThreadPoolExecutor(len(peers)) as pool:
+        for peer, error in zip(peers, pool.map(_touch, peers), strict=True):
+            results[peer.name].failed = results[peer.name].failed or error
     for number in range(plan.rounds):
         turn = number % len(peers)
         for peer in peers[turn:] + peers[:turn]:  # each is first, and last, at times
@@ -165,6 +178,7 @@ def _workload(plan: Plan, name: str, peers: list[Peer]) -> dict[str, Result]:
                 continue
             try:
                 if time.monotonic() - peer.last > WARM_S:
+                    _say(f"{name}: {peer.name} has waited for long: once untimed")
                     peer.ask({"collect": False})
                 result.passes.append(peer.run(sizes[peer.name]))
             except Failed as error:
@@ -174,39 +188,53 @@ def _workload(plan: Plan, name: str, peers: list[Peer]) -> dict[str, Result]:
     return results
 
 
+def _touch(peer: Peer) -> str:
+    """Let a peer run once; what failed, or ""."""
+    try:
+        peer.ask({"collect": False})
+    except Failed as error:
+        return str(error)
+    return ""
+
+
 def _opened(
     plan: Plan, workload: Workload, peer: Peer, size: int, truth: dict[int, tuple[int, float]], result: Result
 ) -> int:
     """Let a peer load the network, check its labels, see its memory and choose how many images its passes have."""
     models = str(plan.root / "models")
-    small = max(size // MOST_PARTS, 4 * data.FILES)
-    chosen = size if plan.images or peer.name in ALL_IMAGES else min(small, size)
+    small = max(size // MOST_PARTS, min(size, LEAST_IMAGES))
+    anew = peer.name in STARTS_ANEW
+    chosen = size
+    if not plan.images and peer.name not in ALL_IMAGES:
+        chosen = max(size // PARTS_ANEW, small) if anew else small
 
     def open_with(images: int) -> None:
         files = max(data.FILES * images // size, min(plan.cores, data.FILES))
         folder = data.parquet(plan.root, workload.kind, images, files)
         peer.ask(open_message(Setting(workload.network, str(folder), models, plan.cores)))
 
-    if peer.name in STARTS_ANEW:
+    if anew:
         open_with(data.FILES)
         peer.ask({"collect": False})
         result.start = peer.run(data.FILES)
     open_with(chosen)
     with tree.peak_memory(peer.process.pid) as seen:
         first = peer.ask({"collect": True})
-    warm = result.steady(peer.run(chosen))
-    if chosen == small:
-        parts = [part for part in (1, 2, 4, 8) if size // part >= small]
-        chosen = next((size // part for part in parts if size // part / warm.rate <= PASS_S), small)
-        if chosen != small:
-            open_with(chosen)
-            peer.ask({"collect": False})
+    if chosen < size and not anew:
+        chosen = _size_for(size, small, peer.run(chosen).rate)
+        open_with(chosen)
     result.first_seconds = first["seconds"]
     result.memory = max(seen)
     labels = dict(first["labels"])
     result.agreement = _agreement(labels, truth, 0)
     result.clear_agreement = _agreement(labels, truth, 0.1)
     return chosen
+
+
+def _size_for(size: int, small: int, rate: float) -> int:
+    """The most images that a peer of this rate does in `PASS_S`: all, a half, a quarter or an eighth, else `small`."""
+    sizes = (size // part for part in (1, 2, 4, 8))
+    return next((images for images in sizes if images > small and images / rate <= PASS_S), small)
 
 
 def _agreement(labels: dict[int, int], truth: dict[int, tuple[int, float]], ahead: float) -> float:

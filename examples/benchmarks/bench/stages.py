@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,14 @@ from gpuml.worker.preprocess import normalise, resize_crop
 
 #: Images looked at, and how often; the median of the passes is given.
 IMAGES, PASSES = 16, 5
+
+
+def measured(name: str, folder: Path, models: Path) -> dict[str, float]:
+    """All stages of a workload, in the order in which an image goes through them."""
+    workload = WORKLOADS[name]
+    width = 10 if workload.network in ("pooled", "accelerator") else 1000
+    way = travels(folder, workload.kind, width)
+    return {"feed": way["feed"], **stages(name, folder, models), "return": way["return"]}
 
 
 def stages(name: str, folder: Path, models: Path) -> dict[str, float]:
@@ -57,12 +65,11 @@ def stages(name: str, folder: Path, models: Path) -> dict[str, float]:
         }
 
 
-def travels(name: str, folder: Path, models: Path) -> dict[str, float]:
+@cache
+def travels(folder: Path, kind: str, width: int) -> dict[str, float]:
     """Milliseconds an image for the way through Spark: read and fed to a worker that does nothing; scores returned."""
-    workload = WORKLOADS[name]
-    frame = frame_of(Setting(workload.network, str(folder), str(models), cores=1))
-    width = 10 if workload.network in ("pooled", "accelerator") else 1000
-    column = "content.data" if workload.kind == "struct" else "content"
+    frame = frame_of(Setting("", str(folder), "", cores=1))
+    column = "content.data" if kind == "struct" else "content"
     feed = F.pandas_udf(lambda content: content.map(len).astype("float64"), "double")
     scores = F.pandas_udf(
         lambda content: pd.DataFrame(
@@ -80,7 +87,7 @@ def travels(name: str, folder: Path, models: Path) -> dict[str, float]:
     # Few tasks, and less what a job costs that reads no image: else those would count as the images' way.
     frame.sparkSession.conf.set("spark.sql.files.minPartitionNum", "1")
     frames = (frame.select("id"), fed, returned)
-    rounds = [[_seconds(partial(write, out)) for out in frames] for _ in range(PASSES + 1)][1:]
+    rounds = [[_seconds(partial(write, out)) for out in frames] for _ in range(4)][1:]
     nothing, there, back = (1000 * statistics.median(taken) / images for taken in zip(*rounds, strict=True))
     return {"feed": there - nothing, "return": back - there}
 
@@ -105,8 +112,4 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # Spark prints to stdout
     asked = json.loads(sys.argv[1])  # workload -> folder of its images
     models = Path(sys.argv[2])
-    found = {
-        name: {**stages(name, Path(folder), models), **travels(name, Path(folder), models)}
-        for name, folder in asked.items()
-    }
-    print(json.dumps(found), file=answer)
+    print(json.dumps({name: measured(name, Path(folder), models) for name, folder in asked.items()}), file=answer)

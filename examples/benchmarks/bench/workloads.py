@@ -38,10 +38,10 @@ class Workload:
 
 
 WORKLOADS = {
-    "pooled": Workload("pooled", "jpeg", 5120),
-    "accelerator": Workload("accelerator", "jpeg", 5120),
-    "mobilenet_v3_small": Workload("mobilenet_v3_small", "jpeg", 640),
-    "resnet18": Workload("resnet18", "jpeg", 192),
+    "pooled": Workload("pooled", "jpeg", 4096),
+    "accelerator": Workload("accelerator", "jpeg", 4096),
+    "mobilenet_v3_small": Workload("mobilenet_v3_small", "jpeg", 2048),
+    "resnet18": Workload("resnet18", "jpeg", 384),
     "pooled_12mp": Workload("pooled", "jpeg12mp", 64),
     "pooled_png": Workload("pooled", "png", 512),
     "pooled_struct": Workload("pooled", "struct", 1024),

@@ -78,7 +78,7 @@ def by_threads(net: Network, contents: Sequence[bytes], batch: int, plan: Plan) 
     parts = list(_parts(contents, batch))
     slots = [empty(batch, pinned=plan.cuda) for _ in range(SLOTS)]
     outputs = torch.empty((len(contents), net.card.width), pin_memory=plan.cuda)
-    copying = torch.cuda.Stream(plan.device) if plan.cuda else None
+    copying = net.copies
     copied = [torch.cuda.Event(blocking=True) if plan.cuda else None for _ in slots]
 
     def start(number: int) -> list[Future[None]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,8 +22,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 #: Seconds that a process waits for the others to be ready.
 PATIENCE = 90
 
-#: Of a process of the pool: serves one pass.
+#: Of a process of the pool: serves one pass, once all of them are there.
 _serve: Any = None
+_together: Any = None
 
 
 def start() -> None:
@@ -41,20 +41,18 @@ def together(config: Config, plan: Plan, contents: Sequence[bytes], images: int,
         rates = []
         for _ in range(plan.rounds + 1):  # the first is a warm-up, and starts the processes
             done = list(pool.map(_pass, [images] * tasks))
-            if len({process for process, _, _ in done}) < tasks:
-                raise RuntimeError(f"one process served {tasks} passes in turn: {images} images are too few")
-            first, last = min(start for _, start, _ in done), max(end for _, _, end in done)
+            first, last = min(start for start, _ in done), max(end for _, end in done)
             rates.append(tasks * images / (last - first))
     return {"tasks": tasks, "threads_each": each.cores, "images_each": images, "rates": rates[1:]}
 
 
 def _begin(barrier: Any, config: Config, plan: Plan, contents: Sequence[bytes]) -> None:
-    global _serve
+    global _serve, _together
     torch.set_num_threads(plan.cores)  # what Spark sets by OMP_NUM_THREADS
     serve, rows = server(config, plan), calls_of(contents)
     _serve = partial(_calls, serve, contents, rows)
     serve(repeated(contents, min(rows, 2 * config.batch)))
-    barrier.wait(PATIENCE)
+    _together = barrier
 
 
 def _calls(serve: Any, contents: Sequence[bytes], rows: int, images: int) -> None:
@@ -63,8 +61,9 @@ def _calls(serve: Any, contents: Sequence[bytes], rows: int, images: int) -> Non
         serve(given[start : start + rows])
 
 
-def _pass(images: int) -> tuple[int, float, float]:
-    """This process, and when the pass began and ended, on the machine's one monotonic clock."""
+def _pass(images: int) -> tuple[float, float]:
+    """When the pass began and ended, on the machine's one monotonic clock."""
+    _together.wait(PATIENCE)  # one pass each: none begins before all have one
     start = time.perf_counter()
     _serve(images)
-    return os.getpid(), start, time.perf_counter()
+    return start, time.perf_counter()
