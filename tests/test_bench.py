@@ -78,16 +78,15 @@ def test_the_limit_is_the_loop_with_the_higher_median():
 def test_the_table_shows_medians_spread_ratio_and_failure():
     from bench.report import Pass, Result, table
 
-    text = table(
-        {
-            "pooled": {
-                "limit_threads": Result(passes(200, 250, 400), memory=1_500_000_000, agreement=1, clear_agreement=1),
-                "gpuml": Result(passes(100, 200, 400), agreement=0.995, clear_agreement=1),
-                "ray": Result(passes(100, 100, 100), start=Pass(8, 0.5, 1)),
-                "daft": Result(failed="ImportError: a|b"),
-            }
-        }
-    )
+    ours = passes(100, 200, 400)
+    known = {"memory": 1_500_000_000, "agreement": 1, "clear_agreement": 1}
+    results = {
+        "limit_threads": Result(passes(200, 250, 400), ours, **known),
+        "gpuml": Result(ours, ours, agreement=0.995, clear_agreement=1),
+        "ray": Result(passes(100, 100, 100), ours, start=Pass(8, 0.5, 1)),
+        "daft": Result(failed="ImportError: a|b"),
+    }
+    text = table({"pooled": results})
     rows = [line.split(" | ") for line in text.splitlines()[2:]]
     assert rows[0][1:] == [
         "**limit_threads**, the limit",
@@ -108,7 +107,7 @@ def test_the_table_shows_medians_spread_ratio_and_failure():
 def test_the_json_holds_every_pass_and_the_ratios():
     from bench.report import Result, as_json
 
-    peers = {"gpuml": Result(passes(200, 300)), "limit_threads": Result(passes(400, 400))}
+    peers = {"gpuml": Result(passes(200, 300)), "limit_threads": Result(passes(400, 400), passes(200, 300))}
     made = json.loads(json.dumps(as_json({"pooled": peers})))["pooled"]
     assert made["limit"] == "limit_threads"
     assert made["limit_threads"]["gpuml_over_this"] == pytest.approx([0.5, 0.75])
@@ -123,6 +122,19 @@ def test_labels_are_compared_where_the_reference_is_clear():
     assert _agreement({0: 5, 1: 9, 2: 8}, truth, 0) == pytest.approx(1 / 3)
     assert _agreement({0: 5, 1: 9, 2: 8}, truth, 0.1) == 0.5
     assert _agreement({0: 5}, truth, 0) == 1
+
+
+def test_the_slow_take_turns_with_gpuml_apart_from_the_others():
+    from types import SimpleNamespace
+
+    from bench.rounds import _groups
+
+    def names(*peers):
+        return [[peer.name for peer in group] for group in _groups([SimpleNamespace(name=name) for name in peers])]
+
+    assert names("limit_threads", "gpuml", "ray", "daft") == [["limit_threads", "gpuml", "daft"], ["gpuml", "ray"]]
+    assert names("gpuml", "daft") == [["gpuml", "daft"]]
+    assert names("ray") == [["ray"]]
 
 
 def test_a_slow_peer_gets_a_part_of_the_images_and_never_less_than_the_smallest():

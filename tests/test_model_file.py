@@ -291,7 +291,7 @@ def test_networks_that_take_contiguous_memory_alone_are_served_in_it(tmp_path, n
     assert card.memory_format == "contiguous"
     rows, spec = [encoded(i) for i in range(5)], Spec("0" * 64, batch_size=2)
     runner = Runner(Network(forward, card, CPU, "float32"), spec, threads=1)
-    inputs = torch.stack([resize_crop(read(row, spec), PLAIN) for row in rows])
+    inputs = torch.stack([resize_crop(read(row, spec)[0], PLAIN) for row in rows])
     with torch.inference_mode():
         expected = net(normalise(inputs, PLAIN).contiguous()).numpy()
     np.testing.assert_allclose(runner.run(rows).outputs, expected, rtol=1e-4, atol=1e-5)

@@ -28,6 +28,7 @@ class Result:
 
     Parameters
     ----------
+    ours : gpuml's passes in the same rounds.
     start : a pass of 8 images, of a peer that starts its processes in each pass; `passes` include as much.
     first_seconds : of the first pass: loading, starting workers, compiling.
     memory : peak bytes of the process tree, in an untimed pass.
@@ -36,6 +37,7 @@ class Result:
     """
 
     passes: list[Pass] = field(default_factory=list)
+    ours: list[Pass] = field(default_factory=list)
     start: Pass | None = None
     first_seconds: float = 0
     memory: int = 0
@@ -89,23 +91,22 @@ def table(results: dict[str, dict[str, Result]]) -> str:
     ]
     for workload, peers in results.items():
         best = limit(peers)
-        lines += [_row(workload, name, result, peers, name == best) for name, result in peers.items()]
+        lines += [_row(workload, name, result, name == best) for name, result in peers.items()]
     return "\n".join(lines)
 
 
-def _row(workload: str, name: str, result: Result, peers: dict[str, Result], is_limit: bool) -> str:
+def _row(workload: str, name: str, result: Result, is_limit: bool) -> str:
     shown = f"**{name}**, the limit" if is_limit else name
     if result.start:
         shown += f", {result.start.seconds:.1f} s of each pass to start"
     if result.failed:
         return f"| {workload} | {shown} | | {result.failed.replace('|', '/')} | | | | |"
-    ours = peers.get("gpuml")
     ratio = ""
-    if ours and ours.passes and name != "gpuml":
-        ratio = f"{spread(ratios(ours.passes, result.passes)):.2f}"
+    if name != "gpuml" and len(result.ours) == len(result.passes):  # gpuml was asked for, and did not fail
+        ratio = f"{spread(ratios(result.ours, result.passes)):.2f}"
         if result.start:
             steady = [result.steady(one) for one in result.passes]
-            ratio += f"; without its start {spread(ratios(ours.passes, steady)):.2f}"
+            ratio += f"; without its start {spread(ratios(result.ours, steady)):.2f}"
     cpu = spread([1000 * one.cpu_seconds / one.images for one in result.passes])
     cells = [
         workload,
@@ -133,16 +134,15 @@ def as_json(results: dict[str, dict[str, Result]]) -> dict[str, Any]:
     """All that was seen, pass by pass, with the ratios that the table has."""
     made: dict[str, Any] = {}
     for workload, peers in results.items():
-        ours = peers.get("gpuml")
         made[workload] = {"limit": limit(peers)}
         for name, result in peers.items():
-            row = {key: value for key, value in vars(result).items() if key not in ("passes", "start")}
+            row = {key: value for key, value in vars(result).items() if key not in ("passes", "ours", "start")}
             row["start"] = result.start and vars(result.start)
             row["passes"] = [vars(one) for one in result.passes]
-            if ours and ours.passes and result.passes and name != "gpuml":
-                row["gpuml_over_this"] = ratios(ours.passes, result.passes)
-                row["gpuml_over_this_without_start"] = ratios(
-                    ours.passes, [result.steady(one) for one in result.passes]
-                )
+            row["gpumls_passes"] = [vars(one) for one in result.ours]
+            if name != "gpuml" and len(result.ours) == len(result.passes):
+                steady = [result.steady(one) for one in result.passes]
+                row["gpuml_over_this"] = ratios(result.ours, result.passes)
+                row["gpuml_over_this_without_start"] = ratios(result.ours, steady)
             made[workload][name] = row
     return made

@@ -38,8 +38,8 @@ class Workload:
 
 
 WORKLOADS = {
-    "pooled": Workload("pooled", "jpeg", 4096),
-    "accelerator": Workload("accelerator", "jpeg", 4096),
+    "pooled": Workload("pooled", "jpeg", 3072),
+    "accelerator": Workload("accelerator", "jpeg", 3072),
     "mobilenet_v3_small": Workload("mobilenet_v3_small", "jpeg", 2048),
     "resnet18": Workload("resnet18", "jpeg", 384),
     "pooled_12mp": Workload("pooled", "jpeg12mp", 64),
