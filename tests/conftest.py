@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,3 +119,26 @@ class Stumble:
 
     def __reduce__(self):
         return OrderedDict, (), (None, {})
+
+
+#: Runs in a child process: nothing there can import PySpark.
+WITHOUT_PYSPARK = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "pyspark":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def benchmarks():
+    """The benchmarks' modules can be imported."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))

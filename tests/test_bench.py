@@ -3,19 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import BENCHMARKS
 
-BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
+pytestmark = pytest.mark.usefixtures("benchmarks")
 
 
 def passes(*rates, images=100):

@@ -4,27 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import BENCHMARKS, WITHOUT_PYSPARK
 
-BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
-
-WITHOUT_PYSPARK = """
-import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "pyspark":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
+RUN = """
 try:
     import pyspark
 except ModuleNotFoundError:
     import gpu
     sys.exit(gpu.main())
+sys.exit(100)
 """
 
 
@@ -34,7 +25,7 @@ def dry_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
     paths = [str(BENCHMARKS), str(BENCHMARKS.parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PYSPARK + "sys.exit(100)", "--device", "cpu", "--quick", "--out", str(folder)],
+        [sys.executable, "-c", WITHOUT_PYSPARK + RUN, "--device", "cpu", "--quick", "--out", str(folder)],
         # OpenMP's threads wait for one another in busy loops, and other tests run beside this one.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import WITHOUT_PYSPARK
 
 import gpuml
 
@@ -192,18 +193,6 @@ def test_importing_gpuml_loads_neither_torch_nor_pyspark_nor_pandas():
 def test_using_the_classifier_loads_no_torch():
     script = "import gpuml; c = gpuml.ImageClassifier(model='torchvision:resnet18'); c.explainParams(); c.copy()\n"
     assert fresh(script + LOADED % ["torch", "torchvision", "pyspark"]) == ["pyspark"]
-
-
-WITHOUT_PYSPARK = """
-import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "pyspark":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
-"""
 
 
 def test_worker_and_models_import_where_there_is_no_pyspark():

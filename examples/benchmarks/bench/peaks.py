@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,27 +21,20 @@ LOOK_S = 0.25
 def worker_peaks() -> Iterator[dict[int, list[tuple[float, int]]]]:
     """Fills what it gives: process id of a Python worker of Spark's -> (second, peak of resident bytes until then)."""
     seen: dict[int, list[tuple[float, int]]] = {}
-    done = threading.Event()
 
     def look() -> None:
-        while not done.wait(LOOK_S):
-            for pid in tree.times(os.getpid()):
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
-                    proc = Path(f"/proc/{pid}")
-                    if b"pyspark.daemon" not in (proc / "cmdline").read_bytes():
-                        continue
-                    status = (proc / "status").read_text()
-                    (proc / "clear_refs").write_text("5")  # proc(5): the peak, VmHWM, starts anew
-                    peak = 1024 * int(status.partition("VmHWM:")[2].split()[0])
-                    seen.setdefault(pid, []).append((time.perf_counter(), peak))
+        for pid in tree.times(os.getpid()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
+                proc = Path(f"/proc/{pid}")
+                if b"pyspark.daemon" not in (proc / "cmdline").read_bytes():
+                    continue
+                status = (proc / "status").read_text()
+                (proc / "clear_refs").write_text("5")  # proc(5): the peak, VmHWM, starts anew
+                peak = 1024 * int(status.partition("VmHWM:")[2].split()[0])
+                seen.setdefault(pid, []).append((time.perf_counter(), peak))
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+    with tree.repeated(look, LOOK_S):
         yield seen
-    finally:
-        done.set()
-        thread.join()
 
 
 def quarters(seen: Sequence[tuple[float, int]]) -> list[int]:

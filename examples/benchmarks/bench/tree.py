@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -61,16 +61,23 @@ def end(pid: int) -> None:
 def peak_memory(pid: int) -> Iterator[list[int]]:
     """Appends to the list it gives, twice a second; looking costs CPU, so not in what is timed."""
     seen = [memory(pid)]
+    with repeated(lambda: seen.append(memory(pid)), 0.5):
+        yield seen
+
+
+@contextlib.contextmanager
+def repeated(look: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Calls `look` from a thread of its own, so many seconds apart, for as long as the block lasts."""
     done = threading.Event()
 
-    def look() -> None:
-        while not done.wait(0.5):
-            seen.append(memory(pid))
+    def run() -> None:
+        while not done.wait(seconds):
+            look()
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield seen
+        yield
     finally:
         done.set()
         thread.join()
