@@ -56,33 +56,45 @@ def test_ratios_are_paired_by_round():
     assert f"{spread([3.0, 1.0, 2.0]):.1f}" == "2.0 (1.0 to 3.0)"
 
 
-def test_the_limit_is_the_loop_with_the_higher_median():
-    from bench.report import Result, limit
+def test_the_limit_is_the_fastest_loop_and_says_which(tmp_path):
+    import time
+    from functools import partial
 
-    results = {
-        "gpuml": Result(passes(900)),
-        "limit_loader": Result(passes(300, 310, 900)),
-        "limit_threads": Result(passes(400, 410, 420)),
-    }
-    assert limit(results) == "limit_threads"
-    assert limit({"gpuml": Result(passes(900))}) is None
+    from bench.limit import _fastest
+    from bench.serve import Setting
+
+    for number in range(4):
+        (tmp_path / f"part-{number}.parquet").touch()
+    seen = []
+
+    def loop(name, seconds, files):
+        time.sleep(seconds)
+        seen.append((name, len(files)))
+        return {0: 0}
+
+    loops = {name: partial(loop, name, seconds) for name, seconds in {"a": 0.1, "b": 0.0, "c": 0.2, "d": 0.3}.items()}
+    job = _fastest(loops, Setting("pooled", str(tmp_path), "", 2))
+    assert job.note == "b"
+    # All are tried on two of the files, the better half again.
+    assert seen == [("a", 2), ("b", 2), ("c", 2), ("d", 2), ("b", 2), ("a", 2)]
+    assert job(True) == {0: 0}
+    assert seen[-1] == ("b", 4)
 
 
 def test_the_table_shows_medians_spread_ratio_and_failure():
     from bench.report import Pass, Result, table
 
-    ours = passes(100, 200, 400)
     known = {"memory": 1_500_000_000, "agreement": 1, "clear_agreement": 1}
     results = {
-        "limit_threads": Result(passes(200, 250, 400), ours, **known),
-        "gpuml": Result(ours, ours, agreement=0.995, clear_agreement=1),
-        "ray": Result(passes(100, 100, 100), ours, start=Pass(8, 0.5, 1)),
+        "limit": Result(passes(200, 250, 400), note="threads", **known),
+        "gpuml": Result(passes(100, 200, 400), agreement=0.995, clear_agreement=1),
+        "ray": Result(passes(100, 100, 100), start=Pass(8, 0.5, 1)),
         "daft": Result(failed="ImportError: a|b"),
     }
     text = table({"pooled": results})
     rows = [line.split(" | ") for line in text.splitlines()[2:]]
     assert rows[0][1:] == [
-        "**limit_threads**, the limit",
+        "limit (threads)",
         "100",
         "250 (200 to 400)",
         "0.80 (0.50 to 1.00)",
@@ -97,56 +109,45 @@ def test_the_table_shows_medians_spread_ratio_and_failure():
     assert text.splitlines()[-1] == "| pooled | daft | | ImportError: a/b | | | | |"
 
 
+def test_a_failed_gpuml_leaves_the_others_without_a_ratio():
+    from bench.report import Result, table
+
+    results = {"limit": Result(passes(200, 250)), "gpuml": Result(passes(100), failed="it ended")}
+    rows = table({"pooled": results}).splitlines()[2:]
+    assert rows[0].split(" | ")[3:5] == ["225 (200 to 250)", ""]
+    assert rows[1] == "| pooled | gpuml | | it ended | | | | |"
+
+
 def test_the_json_holds_every_pass_and_the_ratios():
     from bench.report import Result, as_json
 
-    peers = {"gpuml": Result(passes(200, 300)), "limit_threads": Result(passes(400, 400), passes(200, 300))}
+    peers = {"gpuml": Result(passes(200, 300)), "limit": Result(passes(400, 400))}
     made = json.loads(json.dumps(as_json({"pooled": peers})))["pooled"]
-    assert made["limit"] == "limit_threads"
-    assert made["limit_threads"]["gpuml_over_this"] == pytest.approx([0.5, 0.75])
+    assert made["limit"]["gpuml_over_this"] == pytest.approx([0.5, 0.75])
+    assert made["limit"]["gpuml_over_this_without_start"] == []
     assert [one["seconds"] for one in made["gpuml"]["passes"]] == pytest.approx([1 / 2, 1 / 3])
-    assert "gpuml_over_this" not in made["gpuml"]
+    assert made["gpuml"]["gpuml_over_this"] == []
 
 
 def test_labels_are_compared_where_the_reference_is_clear():
     from bench.rounds import _agreement
 
-    truth = {0: (5, 0.9), 1: (6, 0.01), 2: (7, 0.5)}
+    truth = [(5, 0.9), (6, 0.01), (7, 0.5)]
     assert _agreement({0: 5, 1: 9, 2: 8}, truth, 0) == pytest.approx(1 / 3)
     assert _agreement({0: 5, 1: 9, 2: 8}, truth, 0.1) == 0.5
-    assert _agreement({0: 5}, truth, 0) == 1
+    assert _agreement({0: 5, 3: 5, 5: 8}, truth, 0) == pytest.approx(2 / 3)  # images repeat: 3 is 0, and 5 is 2
 
 
-def test_the_slow_take_turns_with_gpuml_apart_from_the_others():
-    from types import SimpleNamespace
-
-    from bench.rounds import _groups
-
-    def names(*peers):
-        return [[peer.name for peer in group] for group in _groups([SimpleNamespace(name=name) for name in peers])]
-
-    assert names("limit_threads", "gpuml", "ray", "daft") == [["limit_threads", "gpuml", "daft"], ["gpuml", "ray"]]
-    assert names("gpuml", "daft") == [["gpuml", "daft"]]
-    assert names("ray") == [["ray"]]
-
-
-def test_a_slow_peer_gets_a_part_of_the_images_and_never_less_than_the_smallest():
-    from bench.rounds import PASS_S, _size_for
-
-    assert _size_for(4096, 256, 4096 / PASS_S) == 4096
-    assert _size_for(4096, 256, 1500 / PASS_S) == 1024
-    assert _size_for(4096, 256, 1) == 256
-    assert _size_for(192, 64, 20 / PASS_S) == 64  # not an eighth, 24
-    assert _size_for(64, 64, 1) == 64
-
-
-def test_a_start_as_long_as_the_pass_leaves_it_some_time():
+def test_a_start_is_taken_off_long_passes_and_not_off_short_ones():
     from bench.report import Pass, Result
 
-    result = Result(start=Pass(8, 10.0, 5.0))
-    assert result.steady(Pass(100, 14.0, 9.0)).seconds == 4
-    assert result.steady(Pass(100, 9.0, 9.0)).seconds == 0.09
-    assert Result().steady(Pass(100, 9.0, 9.0)).seconds == 9
+    start = Pass(8, 10.0, 5.0)
+    assert [one.seconds for one in Result([Pass(100, 24.0, 9.0), Pass(100, 20.0, 9.0)], start=start).steady()] == [
+        14,
+        10,
+    ]
+    assert Result([Pass(100, 24.0, 9.0), Pass(100, 19.0, 9.0)], start=start).steady() is None
+    assert Result([Pass(100, 24.0, 9.0)]).steady() is None
 
 
 def test_the_cpu_time_and_memory_of_a_tree_count_its_children():
@@ -200,11 +201,11 @@ def test_an_unknown_peer_is_refused_with_those_there_are():
         [sys.executable, "-m", "bench", "--peers", "gpuml,nobody"], cwd=BENCHMARKS, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "'nobody' is none of limit_threads, limit_loader, gpuml" in done.stderr
+    assert "'nobody' is none of limit, gpuml, predict_batch_udf" in done.stderr
 
 
 def test_a_small_run_measures_two_peers_that_agree(tmp_path):
-    command = ["--quick", "--peers", "limit_threads,gpuml", "--workloads", "pooled", "--images", "64", "--rounds", "1"]
+    command = ["--quick", "--peers", "limit,gpuml", "--workloads", "pooled", "--images", "64", "--rounds", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "bench", *command, "--data", str(tmp_path)],
         cwd=BENCHMARKS,
@@ -214,6 +215,6 @@ def test_a_small_run_measures_two_peers_that_agree(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| pooled | ")]
-    assert [row[1] for row in rows[:2]] == ["**limit_threads**, the limit", "gpuml"]
+    assert [row[1].split()[0] for row in rows[:2]] == ["limit", "gpuml"]
     assert all(float(row[3].split()[0].replace(",", "")) > 0 for row in rows[:2]), done.stdout
     assert all(row[-1] == "100.0; 100.0 |" for row in rows[:2]), done.stdout

@@ -1,6 +1,6 @@
 """The whole benchmark: make the data, start the peers, run them in turn, write the table.
 
-python -m bench [--quick] [--peers gpuml,ray] [--workloads pooled] [--images 512] [--rounds 5] [--out]
+python -m bench [--quick] [--peers gpuml,ray] [--workloads pooled] [--images 512] [--rounds 5] [--out [NAME]]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PACKAGES = (
 
 
 #: Those that start quickly, so that 3 minutes are enough.
-QUICK_PEERS = ["limit_threads", "gpuml", "predict_batch_udf", "pandas_udf", "daft"]
+QUICK_PEERS = ["limit", "gpuml", "predict_batch_udf", "pandas_udf", "daft"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = _about(plan.cores)
     text = "\n\n".join([_heading(about, plan, idle), table(results), stages_table(stages)]) + "\n"
     print(text)
-    if asked.out:
+    if asked.out is not None:
         folder = HERE / "results"
         folder.mkdir(exist_ok=True)
-        name = f"{about['date']}-{plan.cores}cores"
+        name = asked.out or f"{about['date']}-{plan.cores}cores"
         made = {**about, "idle_cores": idle, "stages_ms": stages, "workloads": as_json(results)}
         (folder / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
         (folder / f"{name}.md").write_text(text)
@@ -80,15 +80,19 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="2 workloads, 5 peers, a quarter of the images, 3 rounds")
-    parser.add_argument("--peers", type=names(list(PEERS)), help="comma-separated")
+    parser.add_argument(
+        "--peers", type=names(list(PEERS)), help="comma-separated; all but ray, which needs long passes"
+    )
     parser.add_argument("--workloads", type=names(list(WORKLOADS)), help="comma-separated")
     parser.add_argument("--images", type=int, help="in each pass of each peer")
     parser.add_argument("--rounds", type=int, help="timed passes of each peer")
     parser.add_argument("--data", type=Path, default=ROOT / ".bench-data", help="where data, models and logs are kept")
-    parser.add_argument("--out", action="store_true", help="write results/<date>-<cores>cores.json and .md")
+    parser.add_argument(
+        "--out", nargs="?", const="", metavar="NAME", help="write results/NAME.json and .md; else <date>-<cores>cores"
+    )
     asked = parser.parse_args(arguments)
     asked.workloads = asked.workloads or (["pooled", "mobilenet_v3_small"] if asked.quick else list(WORKLOADS))
-    asked.peers = asked.peers or (QUICK_PEERS if asked.quick else list(PEERS))
+    asked.peers = asked.peers or (QUICK_PEERS if asked.quick else None)
     asked.rounds = asked.rounds or (3 if asked.quick else 5)
     asked.data = asked.data.resolve()
     return asked

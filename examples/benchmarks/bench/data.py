@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,10 @@ STRUCT = pa.struct(
 )
 
 
+#: One thread at a time writes a folder.
+_writing = threading.Lock()
+
+
 @cache
 def photo(seed: int, kind: Kind) -> Any:
     """A random crop of one of the sample photographs: encoded bytes, or the fields of an image struct.
@@ -86,20 +91,24 @@ def photo(seed: int, kind: Kind) -> Any:
 def parquet(root: Path, kind: str, images: int, files: int = FILES) -> Path:
     """The folder of `images` rows (id, content) in as many files; written at the first call."""
     folder = root / f"{kind}-{images}-{files}"
-    if folder.is_dir():
-        return folder
-    made = root / f".{folder.name}"
+    with _writing:
+        if not folder.is_dir():
+            _write(folder, KINDS[kind], images, files)
+    return folder
+
+
+def _write(folder: Path, kind: Kind, images: int, files: int) -> None:
+    made = folder.with_name(f".{folder.name}")
     shutil.rmtree(made, ignore_errors=True)  # of a call that was interrupted
     made.mkdir(parents=True)
-    photos = [photo(seed, KINDS[kind]) for seed in range(min(images, KINDS[kind].distinct))]
-    schema = pa.schema([("id", pa.int64()), ("content", STRUCT if KINDS[kind].encoding == "raw" else pa.binary())])
+    photos = [photo(seed, kind) for seed in range(min(images, kind.distinct))]
+    schema = pa.schema([("id", pa.int64()), ("content", STRUCT if kind.encoding == "raw" else pa.binary())])
     for part in range(files):
         numbers = range(part, images, files)
         rows = {"id": list(numbers), "content": [photos[number % len(photos)] for number in numbers]}
         # Encoded images do not compress further, and repeated ones must not become a dictionary.
         pq.write_table(pa.table(rows, schema), made / f"part-{part}.parquet", compression="none", use_dictionary=False)
     made.rename(folder)
-    return folder
 
 
 def read(path: Path) -> tuple[list[int], list[bytes]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,24 +30,21 @@ from gpuml.worker.preprocess import normalise, resize_crop
 ROWS = 8
 
 
-def threads(setting: Setting) -> Job:
-    """A pool of threads: it decodes ahead of one thread that runs the network, or each of its threads does both."""
-    forward = _forward(setting)
-    shapes = [partial(_ahead, forward, setting.cores, torch_threads) for torch_threads in (1, setting.cores)]
-    return _fastest([*shapes, partial(_apart, forward, setting.cores)], setting)
-
-
-def loader(setting: Setting) -> Job:
-    """A DataLoader over the files, with no worker processes or one a core."""
-    forward = _forward(setting)
-    shapes = [
-        partial(_loaded, forward, DataLoader(_Pixels(), batch_size=None), setting.cores),
-        *(
-            partial(_loaded, forward, _workers(setting.cores), torch_threads)
-            for torch_threads in dict.fromkeys((1, setting.cores))
-        ),
-    ]
-    return _fastest(shapes, setting)
+def limit(setting: Setting) -> Job:
+    """The fastest of six loops: a pool of threads that decodes ahead, or does all; a DataLoader."""
+    forward, cores = _forward(setting), setting.cores
+    workers = _workers(cores)
+    return _fastest(
+        {
+            "threads decode, torch has 1": partial(_ahead, forward, cores, 1),
+            "threads decode, torch has all": partial(_ahead, forward, cores, cores),
+            "threads, each for itself": partial(_apart, forward, cores),
+            "DataLoader without processes": partial(_loaded, forward, _workers(0), cores),
+            "DataLoader with processes, torch has 1": partial(_loaded, forward, workers, 1),
+            "DataLoader with processes, torch has all": partial(_loaded, forward, workers, cores),
+        },
+        setting,
+    )
 
 
 def pixels_of(contents: Iterable[Any]) -> Tensor:
@@ -84,18 +82,35 @@ def _forward(setting: Setting) -> Forward:
     return forward
 
 
-def _fastest(shapes: list[Callable[[list[Path]], dict[int, int]]], setting: Setting) -> Job:
-    """The shape that takes the least time for a part of the files, each tried twice."""
+@dataclass(frozen=True)
+class _Loop:
+    """A loop over some files; the note names it in the table."""
+
+    note: str
+    run: Callable[[list[Path]], dict[int, int]]
+    files: list[Path]
+
+    def __call__(self, collect: bool) -> dict[int, int]:
+        return self.run(self.files)
+
+
+def _fastest(shapes: dict[str, Callable[[list[Path]], dict[int, int]]], setting: Setting) -> Job:
+    """The shape that takes the least time for a part of the files: all are tried, then the better half once more."""
     files = sorted(Path(setting.data).glob("*.parquet"))
-    tried = [float("inf")] * len(shapes)
-    for _ in range(2):
-        for number, shape in enumerate(shapes):
-            start = time.perf_counter()
-            shape(files[: setting.cores])
-            tried[number] = min(tried[number], time.perf_counter() - start)
-    best = shapes[tried.index(min(tried))]
-    print(f"{setting.network}: {', '.join(f'{seconds:.3f}' for seconds in tried)} s")  # into the log
-    return lambda collect: best(files)
+    tried: dict[str, float] = {}
+
+    def try_(name: str) -> None:
+        start = time.perf_counter()
+        shapes[name](files[: setting.cores])
+        tried[name] = min(tried.get(name, float("inf")), time.perf_counter() - start)
+
+    for name in shapes:
+        try_(name)
+    for name in sorted(shapes, key=lambda name: tried[name])[: len(shapes) // 2]:
+        try_(name)
+    best = min(tried, key=lambda name: tried[name])
+    print(f"{setting.network}: {', '.join(f'{name} {seconds:.3f} s' for name, seconds in tried.items())}")  # the log
+    return _Loop(best, shapes[best], files)
 
 
 def _ahead(forward: Forward, cores: int, torch_threads: int, files: list[Path]) -> dict[int, int]:
@@ -151,7 +166,7 @@ class _Pixels(IterableDataset[tuple[list[int], Tensor]]):
 
 
 def _workers(count: int) -> DataLoader[tuple[list[int], Tensor]]:
-    return DataLoader(_Pixels(), batch_size=None, num_workers=count, prefetch_factor=2)
+    return DataLoader(_Pixels(), batch_size=None, num_workers=count)  # each two ahead, as is its default
 
 
 def _loaded(

@@ -28,32 +28,33 @@ class Result:
 
     Parameters
     ----------
-    ours : gpuml's passes in the same rounds.
+    images : in a pass.
     start : a pass of 8 images, of a peer that starts its processes in each pass; `passes` include as much.
-    first_seconds : of the first pass: loading, starting workers, compiling.
+    note : what the peer says of itself.
     memory : peak bytes of the process tree, in an untimed pass.
     agreement : part of the labels that are the reference's.
     clear_agreement : the same among images whose two largest reference probabilities are at least 0.1 apart.
     """
 
     passes: list[Pass] = field(default_factory=list)
-    ours: list[Pass] = field(default_factory=list)
+    images: int = 0
     start: Pass | None = None
-    first_seconds: float = 0
+    note: str = ""
     memory: int = 0
     agreement: float = 0
     clear_agreement: float = 0
     failed: str = ""
 
-    def steady(self, one: Pass) -> Pass:
-        """A pass less its start: what a job would do that is so long that the start does not count.
+    def steady(self) -> list[Pass] | None:
+        """The passes less the start: what a job would do that is so long that the start does not count.
 
-        More than that peer can do, in fact: it works while its processes start.
+        More than that peer can do, in fact: it works while its processes start. None without a start, or where passes
+        are less than twice as long: what is left of them would be less than the start varies by.
         """
-        if not self.start:
-            return one
-        # Where a pass is hardly longer than the start, its images took no time that could be told.
-        return Pass(one.images, max(one.seconds - self.start.seconds, one.seconds / 100), one.cpu_seconds)
+        start = self.start
+        if start is None or any(one.seconds < 2 * start.seconds for one in self.passes):
+            return None
+        return [Pass(one.images, one.seconds - start.seconds, one.cpu_seconds) for one in self.passes]
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,6 @@ def ratios(ours: Sequence[Pass], theirs: Sequence[Pass]) -> list[float]:
     return [our.rate / their.rate for our, their in zip(ours, theirs, strict=True)]
 
 
-def limit(results: dict[str, Result]) -> str | None:
-    """The plain PyTorch loop with the higher median rate."""
-    loops = [name for name, result in results.items() if name.startswith("limit_") and result.passes]
-    return max(loops, key=lambda name: statistics.median(one.rate for one in results[name].passes), default=None)
-
-
 def table(results: dict[str, dict[str, Result]]) -> str:
     """Markdown: a row for each workload and peer."""
     lines = [
@@ -90,24 +85,20 @@ def table(results: dict[str, dict[str, Result]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for workload, peers in results.items():
-        best = limit(peers)
-        lines += [_row(workload, name, result, name == best) for name, result in peers.items()]
+        lines += [_row(workload, name, result, peers.get("gpuml")) for name, result in peers.items()]
     return "\n".join(lines)
 
 
-def _row(workload: str, name: str, result: Result, is_limit: bool) -> str:
-    shown = f"**{name}**, the limit" if is_limit else name
+def _row(workload: str, name: str, result: Result, gpuml: Result | None) -> str:
+    shown = f"{name} ({result.note})" if result.note else name
     if result.start:
         shown += f", {result.start.seconds:.1f} s of each pass to start"
     if result.failed:
         return f"| {workload} | {shown} | | {result.failed.replace('|', '/')} | | | | |"
-    ratio = ""
-    if name != "gpuml" and len(result.ours) == len(result.passes):  # gpuml was asked for, and did not fail
-        ratio = f"{spread(ratios(result.ours, result.passes)):.2f}"
-        # Of shorter passes, what is left of them is less than the start varies by.
-        if result.start and all(one.seconds >= 2 * result.start.seconds for one in result.passes):
-            steady = [result.steady(one) for one in result.passes]
-            ratio += f"; without its start {spread(ratios(result.ours, steady)):.2f}"
+    over, steady = _over(result, gpuml)
+    ratio = f"{spread(over):.2f}" if over else ""
+    if steady:
+        ratio += f"; without its start {spread(steady):.2f}"
     cpu = spread([1000 * one.cpu_seconds / one.images for one in result.passes])
     cells = [
         workload,
@@ -120,6 +111,14 @@ def _row(workload: str, name: str, result: Result, is_limit: bool) -> str:
         f"{100 * result.agreement:.1f}; {100 * result.clear_agreement:.1f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _over(result: Result, gpuml: Result | None) -> tuple[list[float], list[float]]:
+    """gpuml's rate over a peer's, round by round: of the passes as they were, and of the steady ones; empty: none."""
+    if gpuml is None or gpuml is result or gpuml.failed:
+        return [], []
+    steady = result.steady()
+    return ratios(gpuml.passes, result.passes), ratios(gpuml.passes, steady) if steady else []
 
 
 def stages_table(stages: dict[str, dict[str, float]]) -> str:
@@ -135,15 +134,11 @@ def as_json(results: dict[str, dict[str, Result]]) -> dict[str, Any]:
     """All that was seen, pass by pass, with the ratios that the table has."""
     made: dict[str, Any] = {}
     for workload, peers in results.items():
-        made[workload] = {"limit": limit(peers)}
+        made[workload] = {}
         for name, result in peers.items():
-            row = {key: value for key, value in vars(result).items() if key not in ("passes", "ours", "start")}
-            row["start"] = result.start and vars(result.start)
+            row = {**vars(result), "start": result.start and vars(result.start)}
             row["passes"] = [vars(one) for one in result.passes]
-            row["gpumls_passes"] = [vars(one) for one in result.ours]
-            if name != "gpuml" and len(result.ours) == len(result.passes):
-                steady = [result.steady(one) for one in result.passes]
-                row["gpuml_over_this"] = ratios(result.ours, result.passes)
-                row["gpuml_over_this_without_start"] = ratios(result.ours, steady)
+            if not result.failed:
+                row["gpuml_over_this"], row["gpuml_over_this_without_start"] = _over(result, peers.get("gpuml"))
             made[workload][name] = row
     return made

@@ -7,62 +7,55 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import data, tree
 from bench.report import Pass, Result
-from bench.serve import Setting, open_message
-from bench.workloads import MAIN, WORKLOADS, Workload, prepare, reference
+from bench.serve import PEERS, Setting, open_message
+from bench.workloads import WORKLOADS, Workload, prepare, reference
 
-#: A pass of a slow peer has a half of the images, a quarter or less, so as to take no longer than this if it can:
-#: so many of the files, since each file is a task, and a task has its costs. Short passes would not do: what a pass
-#: costs by itself, and batches that do not fill, would count against the slow.
-PASS_S = 3.0
+#: The peers that get all images, and Ray, whose start would else be most of a pass; the others, slower, get a part, and
+#: two files of it for two cores instead of eight: so their passes have as many rows a task, and take about as long.
+ALL_IMAGES = ("limit", "gpuml", "ray")
+PARTS = {"predict_batch_udf_floats": 48}
+PART = 6
 
-#: One in so many, for the slowest.
-MOST_PARTS = 16
+#: Two batches of 64 for each of two cores.
+LEAST_IMAGES = 128
 
-#: The least images of a pass that is not of all; of so many the labels are compared, too.
-LEAST_IMAGES = 64
-
-#: And for a peer that starts its processes anew, so that these do not count for all.
-PARTS_ANEW = 8
-
-#: The peers that get all images in every workload.
-ALL_IMAGES = ("limit_threads", "gpuml")
-
-#: The peers of the workloads with other images.
-OTHER_IMAGES = ("limit_threads", "gpuml")
-
-#: Starts its processes anew in each pass, in seconds that a long job would not notice. A pass of 8 images shows how
-#: many; they are not taken off, since decoding goes on meanwhile: with few images that would leave nearly nothing.
+#: Starts its processes anew in each pass: seconds that a long job would not notice. A pass of 8 images shows how many.
 STARTS_ANEW = ("ray",)
+
+#: Checked alone: the limit chooses among its loops by their times, and Ray's start is timed. The others go in pairs.
+TIMED_IN_CHECK = ("limit", *STARTS_ANEW)
 
 #: For the stages, one by one.
 STAGES_IMAGES = 256
 
-#: These take their turns apart, so that a round of the others is over before Spark ends workers that wait. (Else each
-#: peer has to be warmed up in each round, which makes rounds longer still.)
-SLOW = ("predict_batch_udf_floats", "ray")
-
-#: Spark ends a Python worker that was idle for a minute; a peer that waited longer gets an untimed pass first.
+#: Spark ends a Python worker that was idle for a minute; a peer in Spark that waited longer first gets an untimed pass.
 WARM_S = 55.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `images` is for every pass; None: a workload's own number, times `share`, as `PASS_S` says."""
+    """What to measure. `peers` run every workload; None: each runs its own. `images` is for every pass; None: a
+    workload's own number, times `share`, or a part of it."""
 
-    peers: list[str]
+    peers: list[str] | None
     workloads: list[str]
     rounds: int
     share: float
     images: int | None
     cores: int
     root: Path
+
+    def peers_of(self, workload: Workload) -> Sequence[str]:
+        return self.peers or workload.peers
 
     def size(self, workload: Workload) -> int:
         """Images in a full pass, as many in each file."""
@@ -79,6 +72,7 @@ class Peer:
     def __init__(self, name: str, root: Path) -> None:
         self.name = name
         self.last = 0.0
+        self.in_spark = PEERS[name].startswith("bench.spark_peers:")
         logs = root / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
@@ -143,8 +137,9 @@ def measure(plan: Plan) -> Measured:
     peers: dict[str, Peer] = {}
     results: dict[str, dict[str, Result]] = {}
     try:
-        for name in plan.peers:
-            peers[name] = Peer(name, plan.root)
+        for name in PEERS:
+            if any(name in plan.peers_of(WORKLOADS[workload]) for workload in plan.workloads):
+                peers[name] = Peer(name, plan.root)
         for workload in plan.workloads:
             results[workload] = _workload(plan, workload, list(peers.values()))
         idle = _idle(list(peers.values()))
@@ -155,113 +150,76 @@ def measure(plan: Plan) -> Measured:
 
 
 def _workload(plan: Plan, name: str, peers: list[Peer]) -> dict[str, Result]:
-    """Open and check each peer, then the rounds, in which the peers take turns."""
+    """Check the peers, let each run once untimed, then the rounds, in which they take turns."""
     workload = WORKLOADS[name]
-    if name not in MAIN:
-        peers = [peer for peer in peers if peer.name in OTHER_IMAGES]
-    size = plan.size(workload)
-    truth = reference(workload.network, plan.root / "models", data.parquet(plan.root, workload.kind, size))
-    results: dict[str, Result] = {peer.name: Result() for peer in peers}
-    sizes: dict[str, int] = {}
-    for peer in peers:
+    peers = [peer for peer in peers if peer.name in plan.peers_of(workload)]
+    _say(f"{name}: the reference")
+    truth = reference(workload.network, plan.root / "models", workload.kind, plan.root)
+    results = {peer.name: Result() for peer in peers}
+
+    def check(peer: Peer) -> None:
         _say(f"{name}: {peer.name}: checking")
-        try:
-            sizes[peer.name] = _opened(plan, workload, peer, size, truth, results[peer.name])
-        except Failed as error:
-            results[peer.name].failed = str(error)
-    for group in _groups(peers):
-        _rounds(plan, name, group, sizes, results)
-    return results
+        _try(results[peer.name], partial(_check, plan, workload, peer, truth, results[peer.name]))
 
-
-def _groups(peers: list[Peer]) -> list[list[Peer]]:
-    """The slow apart, with gpuml once more."""
-    slow = [peer for peer in peers if peer.name in SLOW]
-    ours = [peer for peer in peers if peer.name == "gpuml"]
-    groups = [[peer for peer in peers if peer not in slow], [*ours, *slow] if slow else []]
-    return [group for group in groups if group]
-
-
-def _rounds(plan: Plan, name: str, peers: list[Peer], sizes: dict[str, int], results: dict[str, Result]) -> None:
-    """Let some peers take turns; each keeps gpuml's passes of the same rounds."""
-    _say(f"{name}: {', '.join(peer.name for peer in peers)}: once untimed")
-    # Together: one after the other, Spark would have ended the first one's workers before its first round.
-    with ThreadPoolExecutor(len(peers)) as pool:
-        for peer, error in zip(peers, pool.map(_touch, peers), strict=True):
-            results[peer.name].failed = results[peer.name].failed or error
-    passes: dict[str, list[Pass]] = {peer.name: [] for peer in peers}
+    for peer in peers:
+        if peer.name in TIMED_IN_CHECK:
+            check(peer)
+    with ThreadPoolExecutor(plan.cores) as pool:
+        list(pool.map(check, [peer for peer in peers if peer.name not in TIMED_IN_CHECK]))
     for number in range(plan.rounds):
         turn = number % len(peers)
         for peer in peers[turn:] + peers[:turn]:  # each is first, and last, at times
-            if results[peer.name].failed:
-                continue
-            try:
-                if time.monotonic() - peer.last > WARM_S:
-                    _say(f"{name}: {peer.name} has waited for long: once untimed")
-                    peer.ask({"collect": False})
-                passes[peer.name].append(peer.run(sizes[peer.name]))
-            except Failed as error:
-                results[peer.name].failed = str(error)
-                continue
-            _say(f"{name}: round {number + 1}: {peer.name}: {passes[peer.name][-1].rate:.0f} images/s")
-    for peer in peers:
-        result = results[peer.name]
-        result.passes = result.passes or passes[peer.name]
-        result.ours = passes.get("gpuml", [])
+            _try(results[peer.name], partial(_pass, peer, results[peer.name]))
+            if not results[peer.name].failed:
+                _say(f"{name}: round {number + 1}: {peer.name}: {results[peer.name].passes[-1].rate:.0f} images/s")
+    return results
 
 
-def _touch(peer: Peer) -> str:
-    """Let a peer run once; what failed, or ""."""
-    try:
-        peer.ask({"collect": False})
-    except Failed as error:
-        return str(error)
-    return ""
+def _try(result: Result, work: Callable[[], None]) -> None:
+    """Work, unless the peer has failed before; if it fails now, that is its result."""
+    if not result.failed:
+        try:
+            work()
+        except Failed as error:
+            result.failed = str(error)
 
 
-def _opened(
-    plan: Plan, workload: Workload, peer: Peer, size: int, truth: dict[int, tuple[int, float]], result: Result
-) -> int:
-    """Let a peer load the network, check its labels, see its memory and choose how many images its passes have."""
-    models = str(plan.root / "models")
-    small = max(size // MOST_PARTS, min(size, LEAST_IMAGES))
-    anew = peer.name in STARTS_ANEW
-    chosen = size
-    if not plan.images and peer.name not in ALL_IMAGES:
-        chosen = max(size // PARTS_ANEW, small) if anew else small
+def _check(plan: Plan, workload: Workload, peer: Peer, truth: list[tuple[int, float]], result: Result) -> None:
+    """Let a peer load the network and run once; compare its labels and see its memory."""
+    size = plan.size(workload)
+    result.images, files = size, data.FILES
+    if peer.name not in ALL_IMAGES and not plan.images:
+        result.images = max(size // PARTS.get(peer.name, PART), min(LEAST_IMAGES, size))
+        files = plan.cores
 
-    def open_with(images: int) -> None:
-        files = max(data.FILES * images // size, min(plan.cores, data.FILES))
-        folder = data.parquet(plan.root, workload.kind, images, files)
-        peer.ask(open_message(Setting(workload.network, str(folder), models, plan.cores)))
+    def open_with(images: int) -> str:
+        folder = str(data.parquet(plan.root, workload.kind, images, files))
+        setting = Setting(workload.network, folder, str(plan.root / "models"), plan.cores)
+        return str(peer.ask(open_message(setting))["note"])
 
-    if anew:
+    if peer.name in STARTS_ANEW:
         open_with(data.FILES)
-        peer.ask({"collect": False})
         result.start = peer.run(data.FILES)
-    open_with(chosen)
+    result.note = open_with(result.images)
     with tree.peak_memory(peer.process.pid) as seen:
-        first = peer.ask({"collect": True})
-    if chosen < size and not anew:
-        chosen = _size_for(size, small, peer.run(chosen).rate)
-        open_with(chosen)
-    result.first_seconds = first["seconds"]
+        labels = dict(peer.ask({"collect": True})["labels"])
     result.memory = max(seen)
-    labels = dict(first["labels"])
     result.agreement = _agreement(labels, truth, 0)
     result.clear_agreement = _agreement(labels, truth, 0.1)
-    return chosen
 
 
-def _size_for(size: int, small: int, rate: float) -> int:
-    """The most images that a peer of this rate does in `PASS_S`: all, a half, a quarter or an eighth, else `small`."""
-    sizes = (size // part for part in (1, 2, 4, 8))
-    return next((images for images in sizes if images > small and images / rate <= PASS_S), small)
+def _pass(peer: Peer, result: Result) -> None:
+    """One timed pass, warm."""
+    if peer.in_spark and time.monotonic() - peer.last > WARM_S:
+        _say(f"{peer.name} has waited for long: once untimed")
+        peer.ask({"collect": False})
+    result.passes.append(peer.run(result.images))
 
 
-def _agreement(labels: dict[int, int], truth: dict[int, tuple[int, float]], ahead: float) -> float:
+def _agreement(labels: dict[int, int], truth: list[tuple[int, float]], ahead: float) -> float:
     """Part of the labels that are the reference's, among images whose reference is at least so far ahead."""
-    counted = [labels[number] == label for number, (label, by) in truth.items() if number in labels and by >= ahead]
+    known = [(label, *truth[number % len(truth)]) for number, label in labels.items()]  # images repeat
+    counted = [label == true for label, true, by in known if by >= ahead]
     return sum(counted) / max(len(counted), 1)
 
 

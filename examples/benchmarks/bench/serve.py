@@ -19,10 +19,9 @@ from typing import Any
 #: A pass over all images. It makes every output of every row; when asked to collect, it returns id -> label.
 Job = Callable[[bool], dict[int, int]]
 
-#: The function that makes a peer's job. `limit_*` are the two loops of which the faster is the limit.
+#: The function that makes a peer's job; a job may have a `note` for the table.
 PEERS = {
-    "limit_threads": "bench.limit:threads",
-    "limit_loader": "bench.limit:loader",
+    "limit": "bench.limit:limit",
     "gpuml": "bench.spark_peers:gpuml",
     "predict_batch_udf": "bench.spark_peers:batch_udf",
     "predict_batch_udf_floats": "bench.spark_peers:batch_udf_floats",
@@ -56,7 +55,7 @@ def main(peer: str) -> None:
         try:
             if "open" in asked:
                 job = make(Setting(**asked["open"]))
-                print("{}", file=answers)
+                print(json.dumps({"note": getattr(job, "note", "")}), file=answers)
             else:
                 print(json.dumps(_timed(job, asked["collect"])), file=answers)
         except Exception as error:  # a peer that fails is a line in the table, with the traceback in its log

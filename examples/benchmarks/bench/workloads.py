@@ -28,27 +28,30 @@ ACCELERATOR_S = 0.0006
 _ACCELERATOR = Path(tempfile.gettempdir()) / "gpuml-bench-accelerator.lock"
 
 
+OURS = ("limit", "gpuml")
+PEERS = (*OURS, "predict_batch_udf", "predict_batch_udf_floats", "pandas_udf", "daft")
+
+
 @dataclass(frozen=True)
 class Workload:
-    """A network, the kind of images that it gets, and how many of them a full run has."""
+    """A network, the kind of images that it gets, how many of them a full run has, and who runs it unless asked."""
 
     network: str
     kind: str
     images: int
+    peers: tuple[str, ...]
 
 
 WORKLOADS = {
-    "pooled": Workload("pooled", "jpeg", 3072),
-    "accelerator": Workload("accelerator", "jpeg", 3072),
-    "mobilenet_v3_small": Workload("mobilenet_v3_small", "jpeg", 2048),
-    "resnet18": Workload("resnet18", "jpeg", 384),
-    "pooled_12mp": Workload("pooled", "jpeg12mp", 64),
-    "pooled_png": Workload("pooled", "png", 512),
-    "pooled_struct": Workload("pooled", "struct", 1024),
+    # mlflow's is one pandas UDF with its own way to load: once is enough to show what that costs.
+    "pooled": Workload("pooled", "jpeg", 4608, (*PEERS, "mlflow")),
+    "accelerator": Workload("accelerator", "jpeg", 4608, PEERS),
+    "mobilenet_v3_small": Workload("mobilenet_v3_small", "jpeg", 2048, PEERS),
+    "resnet18": Workload("resnet18", "jpeg", 256, PEERS),
+    "pooled_12mp": Workload("pooled", "jpeg12mp", 64, OURS),
+    "pooled_png": Workload("pooled", "png", 512, OURS),
+    "pooled_struct": Workload("pooled", "struct", 1024, OURS),
 }
-
-#: Those that every peer runs; the others show gpuml and the limit on other images.
-MAIN = ("pooled", "accelerator", "mobilenet_v3_small", "resnet18")
 
 
 class Pooled(nn.Module):
@@ -126,24 +129,18 @@ def scorer(name: str, models: str | Path) -> Callable[[Sequence[bytes]], dict[st
     return score
 
 
-def reference(name: str, models: Path, folder: Path) -> dict[int, tuple[int, float]]:
-    """What the peers' labels are compared with: id -> label and how far its probability is ahead of the next one.
-
-    `scorer` on the different images of a folder; the others repeat them.
-    """
+def reference(name: str, models: Path, kind: str, root: Path) -> list[tuple[int, float]]:
+    """What the peers' labels are compared with: of each different image, its label and how far its probability is ahead
+    of the next one. Image number n is the n-th of them, modulo their number."""
     from bench import data
 
     score = scorer(name, models)
-    found: dict[int, tuple[int, float]] = {}
-    for path in sorted(folder.glob("*.parquet")):
-        ids, contents = data.read(path)
-        distinct = data.KINDS[folder.name.partition("-")[0]].distinct // data.FILES
-        ids, contents = ids[:distinct], contents[:distinct]
-        for start in range(0, len(ids), 16):
-            made = score([data.encoded(content) for content in contents[start : start + 16]])
-            ahead = np.diff(np.sort(made["probability"], 1)[:, -2:], axis=1)[:, 0]
-            rows = zip(made["prediction"].astype(int).tolist(), ahead.tolist(), strict=True)
-            found.update(zip(ids[start : start + 16], rows, strict=True))
+    found: list[tuple[int, float]] = []
+    _, contents = data.read(data.parquet(root, kind, data.KINDS[kind].distinct, 1) / "part-0.parquet")
+    for start in range(0, len(contents), 16):
+        made = score([data.encoded(content) for content in contents[start : start + 16]])
+        ahead = np.diff(np.sort(made["probability"], 1)[:, -2:], axis=1)[:, 0]
+        found += zip(made["prediction"].astype(int).tolist(), ahead.tolist(), strict=True)
     return found
 
 
