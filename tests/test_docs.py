@@ -11,6 +11,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+PERFORMANCE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "examples" / "benchmarks" / "results"
+
 
 def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
@@ -54,6 +57,13 @@ def test_the_python_blocks_of_a_page_run(page):
 def test_links_lead_to_files_that_exist(page):
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_table_of_the_performance_page_is_one_that_the_benchmarks_wrote():
+    written = {line for page in RESULTS.glob("*.md") for line in page.read_text().splitlines()}
+    shown = [line for line in PERFORMANCE.read_text().splitlines() if line.startswith("|")]
+    assert len(shown) > 30
+    assert [line for line in shown if line not in written] == []
 
 
 def test_every_error_kind_is_explained():
