@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from gpuml.models.file import save_model
     from gpuml.spark.conf import gpu_conf
-    from gpuml.spark.stages import ImageClassifier
+    from gpuml.spark.stages import ImageClassifier, ImageFeaturizer
     from gpuml.spec import Preprocess
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "DeviceMemoryError",
     "GpumlError",
     "ImageClassifier",
+    "ImageFeaturizer",
     "ModelError",
     "ModelFileError",
     "ParamError",
@@ -41,6 +42,7 @@ __all__ = [
 
 _HOMES = {
     "ImageClassifier": "gpuml.spark.stages",
+    "ImageFeaturizer": "gpuml.spark.stages",
     "Preprocess": "gpuml.spec",
     "gpu_conf": "gpuml.spark.conf",
     "save_model": "gpuml.models.file",

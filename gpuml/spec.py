@@ -134,6 +134,7 @@ class Spec:
     scaled_decode : JPEGs are decoded smaller where at least this many times the pixels of the resize remain; 0 = never.
     outputs : names of the output fields to produce (see `gpuml.worker.outputs`).
     top_k : how many labels in the top-k output.
+    normalize : whether features have Euclidean length 1.
     labels, preprocess : of a ``python:`` model alone, which has no card.
     """
 
@@ -147,6 +148,7 @@ class Spec:
     scaled_decode: float = 0.0
     outputs: tuple[str, ...] = ()
     top_k: int = 5
+    normalize: bool = False
     labels: tuple[str, ...] = ()
     preprocess: Preprocess | None = None
 

@@ -172,7 +172,7 @@ def save_model(
         network = _callable(program)
         width = checked_width(network, module, preprocess.size)
         card = Card(preprocess, width, names, activation, memory_format(network, preprocess.size))
-        _write(program, path, card)
+        write(program, path, card)
 
 
 def read_card(path: str | os.PathLike[str]) -> Card:
@@ -310,10 +310,16 @@ def rewrite(
             gpuml=__version__,
             torch=torch.__version__,
         )
-        _write(program, Path(path), new)
+        write(program, Path(path), new)
 
 
-def _write(program: Any, path: Path, card: Card) -> None:
+def open_program(path: str | os.PathLike[str]) -> tuple[str, Card, Any]:
+    """``"export"`` or ``"torchscript"``, the card, and the exported program or script module; raises as `read_card`."""
+    kind, card = kind_and_card(path)
+    return kind, card, _open(path, kind, torch.device("cpu"))
+
+
+def write(program: Any, path: Path, card: Card) -> None:
     """One archive, then renamed into place. Its inner name is fixed, so that equal content hashes equally."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gpuml-") as folder:

@@ -45,6 +45,14 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         """Param name -> (column name, the struct's field it is made from), in output order; without the empty names."""
         raise NotImplementedError
 
+    def _labels(self) -> list[str]:
+        """Names of the model's outputs, in place of its own."""
+        return []
+
+    def _cut(self, sha256: str) -> str:
+        """The model file that the stage runs, made of the one that its Params lead to."""
+        return sha256
+
     # --- the model file -------------------------------------------------------------------------------------------
 
     @classmethod
@@ -76,7 +84,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             sha256 = store.add(path)
         stage = cls()
         stage.setParams(**params, model=f"sha256:{sha256}")
-        stage._held = sha256
+        stage._held = stage._cut(sha256)
         return stage
 
     def _is_python(self) -> bool:
@@ -100,7 +108,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
                         file = copies.enter_context(_spark_copy(text, spark))
                         copies.enter_context(named(file, text))
                         texts[place] = str(file)
-                self._held = resolve(texts[0], texts[1], self.getLabels(), self._preprocess())
+                self._held = self._cut(resolve(texts[0], texts[1], self._labels(), self._preprocess()))
         return self._held
 
     def _preprocess(self) -> Preprocess | None:
@@ -262,7 +270,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             self._refuse_saved_code()
         return Spec(
             model=self.getModel() if python else self._model_file(spark),
-            labels=tuple(self.getLabels()) if python else (),
+            labels=tuple(self._labels()) if python else (),
             preprocess=self._preprocess() if python else None,
             batch_size=self.getBatchSize(),
             device=self.getDevice(),
@@ -272,11 +280,12 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             alpha=self.getAlpha(),
             scaled_decode=self.getScaledDecode(),
             outputs=columns.worker_fields(fields),
-            top_k=self._top_k(),
+            **self._of_kind(),
         )
 
-    def _top_k(self) -> int:
-        return 0
+    def _of_kind(self) -> dict[str, Any]:
+        """What a stage of its kind alone asks of a worker."""
+        return {}
 
     def write(self) -> StageWriter:
         return StageWriter(self)

@@ -146,7 +146,7 @@ def worker_fields(fields: Iterable[str]) -> tuple[str, ...]:
 
 def from_struct(struct: Column, field: str) -> Column:
     """One output column of the worker's struct."""
-    if field in ("probability", "rawPrediction"):
+    if field in ("probability", "rawPrediction", "features"):
         # array_to_vector fails on null, hence the guard.
         return F.when(struct[field].isNotNull(), array_to_vector(struct[field]))
     if field == "topK":

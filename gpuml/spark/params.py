@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HANDLE_INVALID = ("keep", "skip", "error")
 
 #: Setting one of these means another model file.
-MODEL_PARAMS = ("model", "weights", "labels", "preprocess")
+MODEL_PARAMS = ("model", "weights", "labels", "preprocess", "layer")
 
 
 def choice(name: str, allowed: Sequence[str]) -> Callable[[Any], str]:
@@ -113,6 +113,29 @@ def param(name: str, doc: str, converter: Callable[[Any], Any] = TypeConverters.
     return Param(Params._dummy(), name, doc, converter)
 
 
+class HasLabels(Params):
+    """The names of a classifier's classes."""
+
+    labels = param(
+        "labels",
+        "class names, one per output of the model, in order: a list, or the path of a text file with one a line; [] = "
+        "the model's own; if it has none, a label is the index as text",
+        _labels,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(labels=[])
+
+    def setLabels(self, value: Sequence[str] | os.PathLike[str]) -> Self:
+        """Set `labels`: a list, or the path of a text file with one name a line."""
+        return self._set(labels=value)
+
+    def getLabels(self) -> list[str]:
+        """The value of `labels`; [] stands for the model's own."""
+        return list(self.getOrDefault(self.labels))
+
+
 class HasModel(HasInputCol):
     """Params of every stage that runs a model file over a column of images."""
 
@@ -131,12 +154,6 @@ class HasModel(HasInputCol):
         "by the model's name; or the path or URL of a state dict (.pth, .safetensors)",
     )
     batchSize = param("batchSize", "rows per forward pass, from 1 up", at_least("batchSize", 1))
-    labels = param(
-        "labels",
-        "class names, one per output of the model, in order: a list, or the path of a text file with one a line; [] = "
-        "the model's own; if it has none, a label is the index as text",
-        _labels,
-    )
     preprocess = param(
         "preprocess",
         "how an image becomes the model's input: JSON of a gpuml.Preprocess (the setter takes one as it is); '' = the "
@@ -203,7 +220,6 @@ class HasModel(HasInputCol):
             inputCol="content",
             weights="",
             batchSize=64,
-            labels=[],
             preprocess="",
             device="auto",
             dtype="float32",
@@ -244,14 +260,6 @@ class HasModel(HasInputCol):
     def getBatchSize(self) -> int:
         """The value of `batchSize`."""
         return int(self.getOrDefault(self.batchSize))
-
-    def setLabels(self, value: Sequence[str] | os.PathLike[str]) -> Self:
-        """Set `labels`: a list, or the path of a text file with one name a line."""
-        return self._set(labels=value)
-
-    def getLabels(self) -> list[str]:
-        """The value of `labels`; [] stands for the model's own."""
-        return list(self.getOrDefault(self.labels))
 
     def setPreprocess(self, value: Preprocess | str) -> Self:
         """Set `preprocess`: a `gpuml.Preprocess` or its JSON."""

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyspark import keyword_only
-from pyspark.ml.param.shared import HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
+from pyspark.ml.param import TypeConverters
+from pyspark.ml.param.shared import HasOutputCol, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
 
+from gpuml.errors import ParamError
 from gpuml.spark import columns
 from gpuml.spark.base import ModelStage
-from gpuml.spark.params import at_least, param
+from gpuml.spark.params import HasLabels, at_least, param
 from gpuml.spec import Preprocess
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class ImageClassifier(ModelStage, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
+class ImageClassifier(ModelStage, HasLabels, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
     """Classifies images in a column with a PyTorch model, each task on its own GPU.
 
     Adds ``prediction`` (double index), ``predictedLabel`` (string), ``probability`` (Vector) and ``error`` (string);
@@ -128,8 +130,11 @@ class ImageClassifier(ModelStage, HasPredictionCol, HasProbabilityCol, HasRawPre
         """The value of `topK`."""
         return int(self.getOrDefault(self.topK))
 
-    def _top_k(self) -> int:
-        return self.getTopK()
+    def _labels(self) -> list[str]:
+        return self.getLabels()
+
+    def _of_kind(self) -> dict[str, Any]:
+        return {"top_k": self.getTopK()}
 
     def _output_columns(self) -> dict[str, tuple[str, str]]:
         made = {
@@ -145,5 +150,113 @@ class ImageClassifier(ModelStage, HasPredictionCol, HasProbabilityCol, HasRawPre
         return {name: (column, field) for name, (column, field) in made.items() if column}
 
 
+class ImageFeaturizer(ModelStage, HasOutputCol):
+    """Turns images in a column into vectors, for a learner of Spark's: what a network knows before it classifies.
+
+    Adds ``features`` (Vector) and ``featuresError`` (string); all input columns pass through. The row of an image that
+    cannot be read keeps its place, with nulls and the reason, or is dropped by ``handleInvalid="skip"``, as a learner
+    needs.
+
+    Parameters
+    ----------
+    model : ``torchvision:<name>``, or the path of a model file; see `explainParams` for this and all others.
+    layer : where the network is cut.
+
+    Raises
+    ------
+    ParamError
+        A Param is out of range; at transform: a column is missing, wrongly typed or already there, `model` is unset.
+    ModelError
+        At transform: the model cannot be found or used, or has no such layer.
+
+    Examples
+    --------
+    >>> featurizer = ImageFeaturizer(model="torchvision:squeezenet1_1", weights="none")
+    >>> featurizer.predict(["examples/images/coffee.jpg"]).features[0].shape
+    (512,)
+    """
+
+    layer = param(
+        "layer",
+        "name of the module whose output the features are, such as 'layer3' or 'classifier.1'; maps are averaged over "
+        "height and width. '' = the input of the last linear layer or 1x1 convolution, the classifier; 'output' = the "
+        "model's own output",
+    )
+    normalize = param("normalize", "divide each vector by its Euclidean length; zeros stay", TypeConverters.toBoolean)
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        inputCol: str | None = None,
+        outputCol: str | None = None,
+        model: str | None = None,
+        weights: str | None = None,
+        layer: str | None = None,
+        normalize: bool | None = None,
+        batchSize: int | None = None,
+        preprocess: Preprocess | str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        decodeThreads: int | None = None,
+        maxPixels: int | None = None,
+        alpha: str | None = None,
+        scaledDecode: float | None = None,
+        handleInvalid: str | None = None,
+        errorCol: str | None = None,
+        deviceCol: str | None = None,
+        timingCol: str | None = None,
+    ) -> None:
+        super().__init__()
+        # Two stages of a Pipeline must not want one column.
+        self._setDefault(outputCol="features", errorCol="featuresError", layer="", normalize=False)
+        self.setParams(**self._input_kwargs)  # type: ignore[attr-defined]  # set by keyword_only
+
+    def setOutputCol(self, value: str) -> Self:
+        """Set `outputCol`."""
+        return self._set(outputCol=value)
+
+    def setLayer(self, value: str) -> Self:
+        """Set `layer`."""
+        return self._set(layer=value)
+
+    def getLayer(self) -> str:
+        """The value of `layer`."""
+        return str(self.getOrDefault(self.layer))
+
+    def setNormalize(self, value: bool) -> Self:
+        """Set `normalize`."""
+        return self._set(normalize=value)
+
+    def getNormalize(self) -> bool:
+        """The value of `normalize`."""
+        return bool(self.getOrDefault(self.normalize))
+
+    def _cut(self, sha256: str) -> str:
+        from gpuml.models.features import features_of
+
+        return features_of(sha256, self.getLayer())
+
+    def _check_python(self) -> None:
+        super()._check_python()
+        if self.getLayer() != "output":
+            raise ParamError(
+                f"layer={self.getLayer()!r}: the network of {self.getModel()!r} is made in each worker, and is not "
+                f"cut; let it give the features, and setLayer('output')"
+            )
+
+    def _of_kind(self) -> dict[str, Any]:
+        return {"normalize": self.getNormalize()}
+
+    def _output_columns(self) -> dict[str, tuple[str, str]]:
+        made = {
+            "outputCol": (self.getOutputCol(), "features"),
+            "errorCol": (self.getErrorCol(), "error"),
+            "deviceCol": (self.getDeviceCol(), "device"),
+            "timingCol": (self.getTimingCol(), "timing"),
+        }
+        return {name: (column, field) for name, (column, field) in made.items() if column}
+
+
 # The path that saved stages name: it outlives any move of the modules behind it.
-ImageClassifier.__module__ = "gpuml"
+ImageClassifier.__module__ = ImageFeaturizer.__module__ = "gpuml"

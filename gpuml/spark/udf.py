@@ -22,6 +22,7 @@ FIELDS = {
     "predictedLabel": StringType(),
     "probability": ArrayType(FloatType()),
     "rawPrediction": ArrayType(FloatType()),
+    "features": ArrayType(FloatType()),
     "topLabels": ArrayType(StringType()),
     "topProbabilities": ArrayType(DoubleType()),
     "error": StringType(),

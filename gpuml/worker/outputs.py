@@ -1,4 +1,4 @@
-"""Scores of a call -> the output columns of a classifier, rows laid back in order around the failed ones."""
+"""Scores of a call -> a stage's output columns, rows laid back in order around the failed ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gpuml.worker.runner import Scores
 def columns(scores: Scores, card: Card, spec: Spec, device: str, waited: float | None = None) -> dict[str, Any]:
     """The columns that ``spec.outputs`` names, each as long as the input; None (NaN for a number) where a row failed.
 
-    ``prediction`` float64 index, ``predictedLabel`` str, ``probability`` and ``rawPrediction`` float32 (width,) per
-    row, ``topLabels`` and ``topProbabilities`` lists in falling order, ``error`` str, ``device`` str, ``timing``
-    float64 (5,) per row: milliseconds of the feed (`waited` seconds for the whole call, NaN where that is None) and of
-    `gpuml.worker.timing.STAGES`.
+    ``prediction`` float64 index, ``predictedLabel`` str, ``probability``, ``rawPrediction`` and ``features`` float32
+    (width,) per row, ``topLabels`` and ``topProbabilities`` lists in falling order, ``error`` str, ``device`` str,
+    ``timing`` float64 (5,) per row: milliseconds of the feed (`waited` seconds for the whole call, NaN where that is
+    None) and of `gpuml.worker.timing.STAGES`.
     """
     rows = len(scores.reasons)
     scores, probabilities = _numbers_only(scores, activate(scores.outputs, card.activation))
@@ -43,6 +43,8 @@ def columns(scores: Scores, card: Card, spec: Spec, device: str, waited: float |
             made[name] = _around(scores, list(probabilities))
         elif name == "rawPrediction":
             made[name] = _around(scores, list(scores.outputs))
+        elif name == "features":
+            made[name] = _around(scores, list(_unit(scores.outputs) if spec.normalize else scores.outputs))
         elif name in ("topLabels", "topProbabilities"):
             top = _top(probabilities, spec.top_k)
             if name == "topLabels":
@@ -79,6 +81,12 @@ def activate(outputs: Any, activation: str) -> Any:
 def _top(probabilities: Any, k: int) -> Any:
     """Indices of the k largest per row, falling; equal values in the order of their index, as argmax has it."""
     return np.argsort(-probabilities, axis=1, kind="stable")[:, :k]
+
+
+def _unit(vectors: Any) -> Any:
+    """Rows of Euclidean length 1, float32 (n, width); zeros stay."""
+    lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+    return (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
 def _label(card: Card, index: int) -> str:

@@ -52,12 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rounds=asked.rounds,
         share=0.25 if asked.quick else 1,
         images=asked.images,
+        stages=not asked.quick,
         cores=len(os.sched_getaffinity(0)),
         root=asked.data,
     )
     stages, results, idle = measure(plan)
     about = _about(plan.cores)
-    text = "\n\n".join([_heading(about, plan, idle), table(results), stages_table(stages)]) + "\n"
+    parts = [_heading(about, plan, idle), table(results), *([stages_table(stages)] if stages else [])]
+    text = "\n\n".join(parts) + "\n"
     print(text)
     if asked.out is not None:
         folder = HERE / "results"
@@ -79,10 +81,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         return parse
 
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="2 workloads, 5 peers, a quarter of the images, 3 rounds")
     parser.add_argument(
-        "--peers", type=names(list(PEERS)), help="comma-separated; all but ray, which needs long passes"
+        "--quick", action="store_true", help="2 workloads, 5 peers, a quarter of the images, 3 rounds, no stages"
     )
+    parser.add_argument("--peers", type=names(list(PEERS)), help="comma-separated; else all but ray")
     parser.add_argument("--workloads", type=names(list(WORKLOADS)), help="comma-separated")
     parser.add_argument("--images", type=int, help="in each pass of each peer")
     parser.add_argument("--rounds", type=int, help="timed passes of each peer")

@@ -51,6 +51,7 @@ class Plan:
     rounds: int
     share: float
     images: int | None
+    stages: bool
     cores: int
     root: Path
 
@@ -133,7 +134,7 @@ def measure(plan: Plan) -> Measured:
     """Stages, results by workload and peer, and the cores that waiting peers use."""
     models = plan.root / "models"
     prepare(models, {WORKLOADS[name].network for name in plan.workloads})
-    stages = _stages(plan, models)
+    stages = _stages(plan, models) if plan.stages else {}
     peers: dict[str, Peer] = {}
     results: dict[str, dict[str, Result]] = {}
     try:
