@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from gpuml.models.file import save_model
     from gpuml.spark.conf import gpu_conf
+    from gpuml.spark.sql import register_udf
     from gpuml.spark.stages import ImageClassifier, ImageFeaturizer
     from gpuml.spec import Preprocess
 
@@ -37,6 +38,7 @@ __all__ = [
     "RowError",
     "__version__",
     "gpu_conf",
+    "register_udf",
     "save_model",
 ]
 
@@ -45,6 +47,7 @@ _HOMES = {
     "ImageFeaturizer": "gpuml.spark.stages",
     "Preprocess": "gpuml.spec",
     "gpu_conf": "gpuml.spark.conf",
+    "register_udf": "gpuml.spark.sql",
     "save_model": "gpuml.models.file",
     **dict.fromkeys(
         ("DeviceError", "DeviceMemoryError", "GpumlError", "ModelError", "ModelFileError", "ParamError", "RowError"),

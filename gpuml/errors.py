@@ -46,9 +46,9 @@ ROW_ERROR_KINDS = (
     "unsupported",  # an image in a format, or with pixels, that gpuml does not read
     "truncated",  # the file ends too early
     "corrupt",  # the file is damaged
-    "too_large",  # more pixels than maxPixels, or than memory or the decoder takes
+    "too_large",  # more pixels than maxPixels, more than memory or the decoder takes, or a file over 2 GiB
     "bad_struct",  # an image struct whose lengths or mode do not fit
-    "io",  # predict() could not read the path
+    "io",  # the file of a path or a URL could not be read
     "bad_value",  # the image was read, but the model gave NaN for it
 )
 

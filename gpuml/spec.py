@@ -132,6 +132,7 @@ class Spec:
     max_pixels : larger images are refused from their header.
     alpha : transparency over ``"white"``, over ``"black"``, or ``"drop"``.
     scaled_decode : JPEGs are decoded smaller where at least this many times the pixels of the resize remain; 0 = never.
+    read_paths : whether the input is text, paths and URLs that a worker opens.
     outputs : names of the output fields to produce (see `gpuml.worker.outputs`).
     top_k : how many labels in the top-k output.
     normalize : whether features have Euclidean length 1.
@@ -146,6 +147,7 @@ class Spec:
     max_pixels: int = MAX_PIXELS
     alpha: str = "white"
     scaled_decode: float = 0.0
+    read_paths: bool = False
     outputs: tuple[str, ...] = ()
     top_k: int = 5
     normalize: bool = False

@@ -9,13 +9,14 @@ import pytest
 from conftest import PYTHONPATH
 
 PRELUDE = """
+import pathlib
 import sys
 import pytest
 from conftest import PLAIN, Pooled, encoded
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import LogisticRegression
 from pyspark.sql import SparkSession, functions as F
-from gpuml import ImageClassifier, ParamError, save_model
+from gpuml import ImageClassifier, ParamError, register_udf, save_model
 
 folder = sys.argv[1]
 spark = SparkSession.builder.remote("local[2]").getOrCreate()
@@ -69,6 +70,30 @@ stage.write().overwrite().save(folder + "/stage")
 loaded = ImageClassifier.load(folder + "/stage")
 assert loaded.extractParamMap() == stage.extractParamMap()
 assert loaded.transform(frame).orderBy("id").collect() == rows
+
+register_udf(spark, "classify", stage.copy({stage.batchSize: 5}))
+frame.createOrReplaceTempView("photos")
+by_sql = spark.sql("SELECT id, r.* FROM (SELECT id, classify(content) AS r FROM photos) WHERE r.error IS NULL")
+by_sql = by_sql.orderBy("id").collect()
+wanted = [r for r in rows if r.error is None]
+assert [(r.id, r.predictedLabel, r.top) for r in by_sql] == [(r.id, r.predictedLabel, r.top) for r in wanted]
+
+# The function runs in a process of the server's, which loads the stage.
+for seed in range(2):
+    pathlib.Path(folder, "stream").mkdir(exist_ok=True)
+    pathlib.Path(folder, "stream", f"{seed}.png").write_bytes(encoded(seed))
+schema = "path string, modificationTime timestamp, length long, content binary"
+stream = spark.readStream.format("binaryFile").schema(schema).load(folder + "/stream")
+
+def one(batch, number):
+    scored = ImageClassifier.load(folder + "/stage").transform(batch)
+    scored.select("path", "predictedLabel").write.mode("overwrite").parquet(f"{folder}/scored/batch={number}")
+
+query = stream.writeStream.foreachBatch(one).option("checkpointLocation", folder + "/checkpoint")
+query = query.trigger(availableNow=True).start()
+assert query.awaitTermination(120)
+scored = spark.read.parquet(folder + "/scored").orderBy("path").collect()
+assert [r.predictedLabel for r in scored] == [rows[0].predictedLabel, rows[2].predictedLabel]
 
 skip = stage.copy({stage.handleInvalid: "skip"})
 learner = LogisticRegression(featuresCol="probability", predictionCol="p2", probabilityCol="pr2",

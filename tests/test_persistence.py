@@ -71,7 +71,7 @@ def all_params(model):
     return {
         "inputCol": "image", "model": str(model), "weights": "", "batchSize": 3, "labels": ["w", "x", "y", "z"],
         "preprocess": Preprocess(resize=40, crop=32).to_json(), "device": "cpu", "dtype": "bfloat16",
-        "decodeThreads": 2, "maxPixels": 999999, "alpha": "drop", "scaledDecode": 1.5,
+        "decodeThreads": 2, "readPaths": True, "maxPixels": 999999, "alpha": "drop", "scaledDecode": 1.5,
         "handleInvalid": "skip", "errorCol": "e", "deviceCol": "d", "timingCol": "s", "predictionCol": "p",
         "predictedLabelCol": "l", "probabilityCol": "q", "rawPredictionCol": "r", "topKCol": "t", "topK": 2,
     }  # fmt: skip

@@ -108,6 +108,7 @@ def test_paths_that_cannot_be_read_are_rows_of_kind_io(classifier, photo, monkey
 
     original = Path.read_bytes  # root reads all files, so no chmod
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    (photo.parent / "forbidden.png").write_bytes(b"x")
     paths = [photo.parent / "missing.png", photo.parent, photo.parent / "forbidden.png", "", photo / "x", photo]
     errors = classifier.predict(paths)["error"].tolist()
     for path, error, reason in zip(

@@ -12,7 +12,7 @@ from gpuml.spec import INTERPOLATIONS, Preprocess, Spec
 
 def test_defaults_are_the_ones_of_the_contract():
     assert Preprocess() == Preprocess(256, 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear", True)
-    assert Spec("0" * 64) == Spec("0" * 64, 64, "auto", "float32", 0, 178956970, "white", 0.0, (), 5)
+    assert Spec("0" * 64) == Spec("0" * 64, 64, "auto", "float32", 0, 178956970, "white", 0.0, False, (), 5, False)
 
 
 @pytest.mark.parametrize(

@@ -185,12 +185,9 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             )
         outputs = self._output_columns()
         frame = columns.Frame.of(dataset)
-        source = columns.input_column(frame, self.inputCol.name, self.getInputCol())
+        source = columns.input_column(frame, self.inputCol.name, self.getInputCol(), self.getReadPaths())
         columns.check_outputs(frame, {name: column for name, (column, _) in outputs.items()})
-        spec = self._spec((field for _, field in outputs.values()), dataset.sparkSession)
-        warn_of_local_gpu_amount(dataset.sparkSession)
-        if not self._is_python():
-            _send(store.path_of(spec.model), dataset.sparkSession)
+        spec = self._sent_spec((field for _, field in outputs.values()), dataset.sparkSession)
 
         scored = score_udf(spec, image_struct=source.is_image)
         inputs = [source.column.getField(name) for name in columns.IMAGE_TYPES] if source.is_image else [source.column]
@@ -213,7 +210,8 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
 
         Parameters
         ----------
-        inputs : encoded bytes, paths of local files, PIL images; None is a null.
+        inputs : encoded bytes, paths of local files, PIL images; None is a null. With ``readPaths``, text is what
+            `transform` takes in a column: URLs too.
 
         Returns
         -------
@@ -224,7 +222,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         Raises
         ------
         ParamError
-            An input is of another type, or a URL.
+            An input is of another type, or a URL without ``readPaths``.
         RowError
             ``handleInvalid="error"`` and an input cannot be read.
         """
@@ -232,6 +230,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         from PIL import Image
 
         from gpuml.worker.device import Task
+        from gpuml.worker.outputs import plain
         from gpuml.worker.serve import serve
 
         if isinstance(inputs, (str, bytes, bytearray, memoryview, os.PathLike, Image.Image)):
@@ -243,7 +242,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
                 f"DataFrame of Spark goes through transform()"
             )
         inputs = list(inputs)
-        rows = [_predict_input(position, value) for position, value in enumerate(inputs)]
+        rows = [_predict_input(position, value, self.getReadPaths()) for position, value in enumerate(inputs)]
         outputs = self._output_columns()
         columns.check_distinct({name: column for name, (column, _) in outputs.items()})
         spec = self._spec(field for _, field in outputs.values())
@@ -255,12 +254,20 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             raise RowError(kind, f"input {first} ({_short(inputs[first])}): {message}")
         frame = pd.DataFrame(
             {
-                column: pd.Series(columns.local(made, field), dtype="float64" if field == "prediction" else object)
+                column: pd.Series(plain(made, field), dtype="float64" if field == "prediction" else object)
                 for column, field in outputs.values()
             },
             index=range(len(rows)),
         )
         return frame.drop(index=failed) if self.getHandleInvalid() == "skip" else frame
+
+    def _sent_spec(self, fields: Iterable[str], spark: SparkSession) -> Spec:
+        """The value that travels to the workers, and before it the model file to their session."""
+        spec = self._spec(fields, spark)
+        warn_of_local_gpu_amount(spark)
+        if not self._is_python():
+            _send(store.path_of(spec.model), spark)
+        return spec
 
     def _spec(self, fields: Iterable[str], spark: SparkSession | None = None) -> Spec:
         """The value that travels to the workers."""
@@ -279,6 +286,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             max_pixels=self.getMaxPixels(),
             alpha=self.getAlpha(),
             scaled_decode=self.getScaledDecode(),
+            read_paths=self.getReadPaths(),
             outputs=columns.worker_fields(fields),
             **self._of_kind(),
         )
@@ -318,17 +326,20 @@ def _spark_copy(url: str, spark: SparkSession | None) -> AbstractContextManager[
     return local_copy(url, spark)
 
 
-def _predict_input(position: int, value: Any) -> Any:
+def _predict_input(position: int, value: Any, read_paths: bool) -> Any:
     """What a user hands to predict -> what a Runner reads."""
     from PIL import Image
 
     if value is None or isinstance(value, (bytes, bytearray, memoryview, Image.Image)):
         return value
+    if isinstance(value, str) and read_paths:
+        return value
     if isinstance(value, (str, os.PathLike)):
         path = os.fspath(value)
         if isinstance(path, str) and "://" in path:
             raise ParamError(
-                f"predict: input {position} is a URL, {path!r}; predict reads local files: download it first"
+                f"predict: input {position} is a URL, {path!r}; predict reads local files: setReadPaths(True), or "
+                f"download it first"
             )
         return Path(os.fsdecode(path))
     raise ParamError(

@@ -60,20 +60,22 @@ class Frame:
 
 @dataclass(frozen=True)
 class Input:
-    """A checked input column; `origin` says whether an image struct names its file."""
+    """A checked input column; `origin` says whether an image struct names its file, `is_path` that the cells do."""
 
     column: Column
-    is_image: bool
-    origin: bool
+    is_image: bool = False
+    origin: bool = False
+    is_path: bool = False
 
 
-def input_column(frame: Frame, name: str, column: str) -> Input:
-    """The column that a Param names, if it holds images.
+def input_column(frame: Frame, name: str, column: str, read_paths: bool) -> Input:
+    """The column that a Param names, if it holds images, or paths where these are read.
 
     Raises
     ------
     ParamError
-        There is no such column, more than one, or it is neither binary nor an image struct.
+        There is no such column, more than one, or it is neither binary nor an image struct; with `read_paths`, no
+        string.
     """
     found = frame.named(column)
     if len(found) != 1:
@@ -81,13 +83,22 @@ def input_column(frame: Frame, name: str, column: str) -> Input:
         raise ParamError(f"{name}={column!r}: {what} among {frame.names}; choose with {_setter(name)}(...)")
     quoted = _column(found[0])
     kind = found[0].dataType
+    if read_paths:
+        if isinstance(kind, StringType):
+            return Input(quoted, is_path=True)
+        raise ParamError(
+            f"{name}={column!r} is of type {kind.simpleString()}, and readPaths=True opens the paths of a string "
+            f"column: {_setter(name)}('path'). For a column of images setReadPaths(False)"
+        )
     if isinstance(kind, BinaryType):
-        return Input(quoted, is_image=False, origin=False)
+        return Input(quoted)
     if isinstance(kind, StructType):
         types = {field.name: field.dataType for field in kind.fields}
         if all(types.get(field) == wanted for field, wanted in IMAGE_TYPES.items()):
             return Input(quoted, is_image=True, origin=types.get("origin") == StringType())
-    hint = " Read the files with spark.read.format('binaryFile')." if isinstance(kind, StringType) else ""
+    hint = ""
+    if isinstance(kind, StringType):
+        hint = " Read the files by spark.read.format('binaryFile'), or open paths in the workers: setReadPaths(True)."
     raise ParamError(
         f"{name}={column!r} is of type {kind.simpleString()}; images are a binary column (encoded files) or Spark's "
         f"image struct.{hint}"
@@ -159,23 +170,8 @@ def from_struct(struct: Column, field: str) -> Column:
     return struct[field]
 
 
-def local(made: dict[str, Any], field: str) -> Any:
-    """One output column of a worker's answer, for pandas."""
-    if field == "timing":
-        return [
-            row if row is None else {n: None if v != v else float(v) for n, v in zip(TIMING, row, strict=True)}
-            for row in made["timing"]
-        ]
-    if field != "topK":
-        return made[field]
-    return [
-        None if labels is None else [{"label": a, "probability": b} for a, b in zip(labels, values, strict=True)]
-        for labels, values in zip(made["topLabels"], made["topProbabilities"], strict=True)
-    ]
-
-
 def row_name(frame: Frame, source: Input) -> Column:
-    """How an error names a row: the frame's path, else the image's origin, else partition and row.
+    """How an error names a row: the path it is read from, else the frame's, else the image's origin, else its number.
 
     For the select that holds the UDF: in a branch that only failed rows take, the row would count those alone.
     """
@@ -183,6 +179,8 @@ def row_name(frame: Frame, source: Input) -> Column:
     if not frame.streaming:  # which has no row numbers
         number = F.monotonically_increasing_id().bitwiseAND((1 << 33) - 1)
         place = F.concat(place, F.lit(" row "), number.cast("string"))
+    if source.is_path:
+        return F.coalesce(source.column, place)
     paths = frame.named("path")
     if len(paths) == 1 and isinstance(paths[0].dataType, StringType):
         return F.coalesce(_column(paths[0]), place)

@@ -139,7 +139,7 @@ class HasLabels(Params):
 class HasModel(HasInputCol):
     """Params of every stage that runs a model file over a column of images."""
 
-    inputCol = param("inputCol", "input column: binary (encoded images), or Spark's image struct")
+    inputCol = param("inputCol", "input column: binary (encoded images), Spark's image struct, or a string (readPaths)")
     model = param(
         "model",
         "model source: 'torchvision:<name>', 'timm:<name>', 'hf:<org/name>[@revision]' or 'hf:<folder>'; the path on "
@@ -172,9 +172,15 @@ class HasModel(HasInputCol):
     )
     decodeThreads = param(
         "decodeThreads",
-        "threads that decode images in a task, one slice ahead; 0 = as many as the task has cpus; on the CPU with one "
-        "cpu, none: the task's own thread decodes",
+        "threads that read and decode images in a task, one slice ahead; 0 = as many as the task has cpus; on the CPU "
+        "with one cpu, none: the task's own thread decodes. More of them help where readPaths waits for remote files",
         at_least("decodeThreads", 0),
+    )
+    readPaths = param(
+        "readPaths",
+        "whether the input column holds paths or URLs, text that the workers open: local ones, file: URIs, and what "
+        "fsspec reads, such as s3:. Whoever writes the column has the workers read any file that they may read",
+        TypeConverters.toBoolean,
     )
     maxPixels = param(
         "maxPixels",
@@ -224,6 +230,7 @@ class HasModel(HasInputCol):
             device="auto",
             dtype="float32",
             decodeThreads=0,
+            readPaths=False,
             maxPixels=MAX_PIXELS,
             alpha="white",
             scaledDecode=0.0,
@@ -292,6 +299,14 @@ class HasModel(HasInputCol):
     def getDecodeThreads(self) -> int:
         """The value of `decodeThreads`."""
         return int(self.getOrDefault(self.decodeThreads))
+
+    def setReadPaths(self, value: bool) -> Self:
+        """Set `readPaths`."""
+        return self._set(readPaths=value)
+
+    def getReadPaths(self) -> bool:
+        """The value of `readPaths`."""
+        return bool(self.getOrDefault(self.readPaths))
 
     def setMaxPixels(self, value: int) -> Self:
         """Set `maxPixels`."""

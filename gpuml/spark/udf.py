@@ -1,4 +1,4 @@
-"""A Spec -> the Series-to-Series pandas UDF that runs it: the seam between Spark's driver and its workers."""
+"""A Spec -> the Series-to-Series pandas UDFs that run it: the seam between Spark's driver and its workers."""
 
 import time
 from collections.abc import Callable
@@ -9,15 +9,15 @@ import pandas as pd
 from pyspark import SparkFiles, TaskContext
 from pyspark.sql import Column
 from pyspark.sql.pandas.functions import pandas_udf
-from pyspark.sql.types import ArrayType, DoubleType, FloatType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, DoubleType, FloatType, StringType, StructField, StructType
 
-from gpuml.errors import ModelError
+from gpuml.errors import ModelError, ParamError, RowError
 from gpuml.models.store import file_name
 from gpuml.spec import Spec
 
 #: The struct's fields by name, see gpuml.worker.outputs. Vectors travel as array<float>: a VectorUDT inside a struct
 #: fails on a Parquet source (seen in Spark 4.3).
-FIELDS = {
+FIELDS: dict[str, DataType] = {
     "prediction": DoubleType(),
     "predictedLabel": StringType(),
     "probability": ArrayType(FloatType()),
@@ -35,7 +35,7 @@ _answered: tuple[int, float] | None = None
 
 
 def score_udf(spec: Spec, *, image_struct: bool) -> Callable[..., Column]:
-    """The UDF of a spec: a binary column, or an image struct's `columns.IMAGE_TYPES`, -> a struct of ``spec.outputs``.
+    """The UDF of a spec: a column of bytes or paths, or an image struct's `columns.IMAGE_TYPES`, -> ``spec.outputs``.
 
     Nondeterministic in Spark's eyes: a deterministic one runs again for a filter on its output (1,500 UDF rows for
     1,000). The price: a filter on another column, placed after the stage, is not pushed below it.
@@ -47,18 +47,70 @@ def score_udf(spec: Spec, *, image_struct: bool) -> Callable[..., Column]:
     def of_bytes(content: pd.Series) -> pd.DataFrame:
         return _score(spec, content.tolist())
 
+    def of_paths(path: pd.Series) -> pd.DataFrame:
+        return _score(spec, path.tolist())
+
     def of_structs(
         data: pd.Series, height: pd.Series, width: pd.Series, nChannels: pd.Series, mode: pd.Series
     ) -> pd.DataFrame:
         return _score(spec, list(zip(data, height, width, nChannels, mode, strict=True)))
 
-    score: Any = pandas_udf(of_structs if image_struct else of_bytes, schema)  # type: ignore[call-overload]
-    udf: Callable[..., Column] = score.asNondeterministic()
-    return udf
+    return _nondeterministic(of_structs if image_struct else of_paths if spec.read_paths else of_bytes, schema)
+
+
+def answer_udf(spec: Spec, outputs: dict[str, str], schema: StructType, *, fail: bool) -> Callable[..., Column]:
+    """The UDF for SQL, of one column, whose answer nobody changes after it.
+
+    Parameters
+    ----------
+    outputs : column -> the field of a stage that it is made from.
+    schema : of those columns, in order.
+    fail : whether a row that cannot be read fails the task.
+    """
+
+    def of_cells(cells: pd.Series) -> pd.DataFrame:
+        from gpuml.worker.outputs import plain
+
+        rows = checked(spec, cells)
+        made = _serve(spec, rows)
+        for row, reason in zip(rows, made["error"], strict=True):
+            if fail and reason is not None:
+                kind, message = reason.split(": ", 1)
+                raise RowError(kind, f"{row}: {message}" if spec.read_paths else message)
+        answers = {column: plain(made, field) for column, field in outputs.items()}
+        return pd.DataFrame(answers, index=range(len(cells)))
+
+    return _nondeterministic(of_cells, schema)
+
+
+def _nondeterministic(function: Callable[..., pd.DataFrame], schema: StructType) -> Callable[..., Column]:
+    udf: Any = pandas_udf(function, schema)  # type: ignore[call-overload]
+    made: Callable[..., Column] = udf.asNondeterministic()
+    return made
+
+
+def checked(spec: Spec, cells: Any) -> list[Any]:
+    """Runs in a worker: SQL hands a UDF whatever column it is given, so its type is seen here first."""
+    rows = [] if isinstance(cells, pd.DataFrame) else cells.tolist()
+    first = cells if isinstance(cells, pd.DataFrame) else next((row for row in rows if row is not None), None)
+    if first is None or isinstance(first, str if spec.read_paths else (bytes, bytearray)):
+        return rows
+    given = {pd.DataFrame: "a struct", str: "a string", bytes: "binary"}.get(type(first), type(first).__name__)
+    if spec.read_paths:
+        raise ParamError(f"the function's column is {given}; with readPaths=True it opens the paths in a string column")
+    raise ParamError(
+        f"the function's column is {given}; it takes encoded images, a binary column. For a column of paths register a "
+        f"stage with setReadPaths(True); image structs go through transform"
+    )
 
 
 def _score(spec: Spec, rows: list[Any]) -> pd.DataFrame:
     """Runs in a worker: one Arrow batch of the task."""
+    return pd.DataFrame(_serve(spec, rows), columns=list(spec.outputs), index=range(len(rows)))
+
+
+def _serve(spec: Spec, rows: list[Any]) -> dict[str, Any]:
+    """Runs in a worker: the columns ``spec.outputs`` of some rows of its task."""
     global _answered
     from gpuml.worker import cache, device, serve
 
@@ -73,7 +125,7 @@ def _score(spec: Spec, rows: list[Any]) -> pd.DataFrame:
     columns = serve.serve(rows, spec, task, lambda: _shipped(spec.model))
     cache.freeze()
     _answered = number, time.perf_counter()
-    return pd.DataFrame(columns, columns=list(spec.outputs), index=range(len(rows)))
+    return columns
 
 
 def _shipped(sha256: str) -> Path:
@@ -81,7 +133,7 @@ def _shipped(sha256: str) -> Path:
     path = Path(SparkFiles.get(file_name(sha256)))
     if not path.is_file():
         raise ModelError(
-            f"the model file {path.name} has not reached this worker ({path.parent}). A transform sends it to the "
-            f"session that made the DataFrame: run transform again in the session that runs the job."
+            f"the model file {path.name} has not reached this worker ({path.parent}). transform sends it to the "
+            f"session that made the DataFrame, register_udf to its own: call it again in the session that runs the job."
         )
     return path

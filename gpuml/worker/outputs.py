@@ -11,6 +11,7 @@ from gpuml.errors import RowError
 from gpuml.models.file import Card
 from gpuml.spec import Spec
 from gpuml.worker.runner import Scores
+from gpuml.worker.timing import STAGES
 
 
 def columns(scores: Scores, card: Card, spec: Spec, device: str, waited: float | None = None) -> dict[str, Any]:
@@ -55,6 +56,22 @@ def columns(scores: Scores, card: Card, spec: Spec, device: str, waited: float |
         else:
             raise ValueError(f"no output is called {name!r}")
     return made
+
+
+def plain(made: dict[str, Any], field: str) -> Any:
+    """One output column of a stage, of what `columns` made: a value per row; of a struct, dicts."""
+    if field == "timing":
+        names = ("feed", *STAGES)
+        return [
+            row if row is None else {n: None if v != v else float(v) for n, v in zip(names, row, strict=True)}
+            for row in made["timing"]
+        ]
+    if field != "topK":
+        return made[field]
+    return [
+        None if labels is None else [{"label": a, "probability": b} for a, b in zip(labels, values, strict=True)]
+        for labels, values in zip(made["topLabels"], made["topProbabilities"], strict=True)
+    ]
 
 
 def _numbers_only(scores: Scores, probabilities: Any) -> tuple[Scores, Any]:

@@ -22,6 +22,7 @@ from gpuml.errors import DeviceMemoryError, ModelError, RowError
 from gpuml.spec import Preprocess, Spec
 from gpuml.worker.cache import Network, out_of_memory
 from gpuml.worker.decode import decode_pil, decode_scaled, decode_struct
+from gpuml.worker.files import read_file
 from gpuml.worker.preprocess import normalise, resize_crop
 from gpuml.worker.timing import Moment, Part, now, wait
 
@@ -258,21 +259,20 @@ def read(row: Any, spec: Spec, least: tuple[float, float] | None = None) -> tupl
     Parameters
     ----------
     row : encoded bytes (or None), the fields (data, height, width, nChannels, mode) of an image struct as a tuple, a
-        PIL image, or a path.
+        PIL image, or what `read_file` takes: a path or a URL.
     least : from `least_pixels`. A PIL image is the caller's: a scale would change its size, so it has none.
 
     Raises
     ------
     RowError
         The row cannot be read.
+    ParamError
+        A URL for which this Python lacks a package.
     """
     if isinstance(row, tuple):
         return decode_struct(*row, max_pixels=spec.max_pixels, alpha=spec.alpha), None
     if isinstance(row, Image.Image):
         return decode_pil(row, max_pixels=spec.max_pixels, alpha=spec.alpha), None
-    if isinstance(row, Path):
-        try:
-            row = row.read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-            raise RowError("io", f"{row}: {getattr(error, 'strerror', None) or error}") from error
+    if isinstance(row, (str, Path)):
+        row = read_file(row)
     return decode_scaled(row, max_pixels=spec.max_pixels, alpha=spec.alpha, least=least)

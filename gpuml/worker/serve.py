@@ -53,6 +53,9 @@ def decode_threads(spec: Spec, task: device.Task, place: torch.device) -> int:
 
     None beside a network that computes on the task's only core: two threads that take turns there are a tenth slower.
     A ``python:`` network may compute elsewhere, so it is not waited for.
+
+    ``readPaths`` changes nothing. With files 20 ms away, on one core, a row took 22.4 ms without a thread, 22.6 with
+    one, 1.9 with 16; but so many hold as many decoded pictures, and whether these fit only the user knows.
     """
     if not spec.decode_threads and task.cpus == 1 and place.type == "cpu" and spec.preprocess is None:
         return 0
