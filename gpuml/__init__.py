@@ -18,11 +18,13 @@ if TYPE_CHECKING:
         ModelFileError,
         ParamError,
         RowError,
+        TensorError,
     )
     from gpuml.models.file import save_model
     from gpuml.spark.conf import gpu_conf
     from gpuml.spark.sql import register_udf
     from gpuml.spark.stages import ImageClassifier, ImageFeaturizer
+    from gpuml.spark.tensors import reduce_blocks, tensor_udf
     from gpuml.spec import Preprocess
 
 __all__ = [
@@ -36,10 +38,13 @@ __all__ = [
     "ParamError",
     "Preprocess",
     "RowError",
+    "TensorError",
     "__version__",
     "gpu_conf",
+    "reduce_blocks",
     "register_udf",
     "save_model",
+    "tensor_udf",
 ]
 
 _HOMES = {
@@ -47,10 +52,21 @@ _HOMES = {
     "ImageFeaturizer": "gpuml.spark.stages",
     "Preprocess": "gpuml.spec",
     "gpu_conf": "gpuml.spark.conf",
+    "reduce_blocks": "gpuml.spark.tensors",
     "register_udf": "gpuml.spark.sql",
     "save_model": "gpuml.models.file",
+    "tensor_udf": "gpuml.spark.tensors",
     **dict.fromkeys(
-        ("DeviceError", "DeviceMemoryError", "GpumlError", "ModelError", "ModelFileError", "ParamError", "RowError"),
+        (
+            "DeviceError",
+            "DeviceMemoryError",
+            "GpumlError",
+            "ModelError",
+            "ModelFileError",
+            "ParamError",
+            "RowError",
+            "TensorError",
+        ),
         "gpuml.errors",
     ),
 }

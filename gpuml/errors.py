@@ -5,8 +5,9 @@ GpumlError
 +-- ModelError        (ValueError)    a model source, weights or network cannot be used
 |   +-- ModelFileError                a model file is damaged, of another format, or not safe to open
 +-- DeviceError       (RuntimeError)  the task's device cannot be found or used
-|   +-- DeviceMemoryError             one row alone, or the network, does not fit into the device's memory
+|   +-- DeviceMemoryError             a row, a user's batch or the network does not fit into the device's memory
 +-- RowError          (ValueError)    one input that cannot be read; has a kind and a message
++-- TensorError       (ValueError)    a column is no tensor, or a function's tensors are not what was promised
 
 Each also subclasses the builtin that a caller would catch.
 """
@@ -35,7 +36,7 @@ class DeviceError(GpumlError, RuntimeError):
 
 
 class DeviceMemoryError(DeviceError):
-    """One row alone, or the network itself, does not fit into the device's memory."""
+    """One row alone, the network, or a batch for a user's function does not fit into the device's memory."""
 
 
 #: Why a row has null outputs. The error column holds ``"<kind>: <message>"``.
@@ -70,3 +71,7 @@ class RowError(GpumlError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}"
+
+
+class TensorError(GpumlError, ValueError):
+    """A column's values cannot become a tensor, or the tensors of a user's function are not what was promised."""

@@ -1,9 +1,10 @@
-"""Plain frozen values: how an image becomes a model's input, and what a stage asks of a worker."""
+"""Plain frozen values: how an image becomes a model's input, and what a stage or a UDF asks of a worker."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -153,6 +154,30 @@ class Spec:
     normalize: bool = False
     labels: tuple[str, ...] = ()
     preprocess: Preprocess | None = None
+
+
+@dataclass(frozen=True)
+class Function:
+    """All that `gpuml.tensor_udf` sends to a worker: a user's function on tensors, and what it promised.
+
+    Parameters
+    ----------
+    predict : gives tensors for the state of `setup`, if there is one, and a tensor for each column.
+    arguments : names of the parameters that take the columns, as far as they are known.
+    returns : pyarrow.DataType of the column that it promised.
+    setup : the function that makes its state, pickled: a worker that holds the state never reads it. None: no state.
+    sha256 : of `setup`.
+    device : ``"auto"``, ``"cuda"`` or ``"cpu"``.
+    name : how errors call it.
+    """
+
+    predict: Callable[..., Any]
+    arguments: tuple[str, ...]
+    returns: Any
+    setup: bytes | None = None
+    sha256: str = ""
+    device: str = "auto"
+    name: str = "predict"
 
 
 def _lengths(name: str, value: Any) -> int | tuple[int, int]:

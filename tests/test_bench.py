@@ -204,6 +204,77 @@ def test_an_unknown_peer_is_refused_with_those_there_are():
     assert "'nobody' is none of limit, gpuml, predict_batch_udf" in done.stderr
 
 
+PEER = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    {does}
+    print(json.dumps({{"note": ""}} if "open" in asked else {{"seconds": 1, "labels": []}}), flush=True)
+"""
+
+
+def peer_that(does, root, monkeypatch):
+    """A peer whose process does something else with a message than to answer it."""
+    from bench import rounds
+
+    process = subprocess.Popen
+    monkeypatch.setattr(
+        rounds.subprocess,
+        "Popen",
+        lambda command, **options: process([sys.executable, "-c", PEER.format(does=does)], **options),
+    )
+    return rounds.Peer("daft", root)
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("raise SystemExit", "its process ended"),
+        ("import time; time.sleep(60)", "no answer in 1 s"),
+        ("print('half a li', flush=True)", "it answered 'half a li"),
+    ],
+)
+def test_a_peer_that_does_not_answer_has_failed_and_is_closed(does, says, tmp_path, monkeypatch):
+    from bench import rounds
+
+    monkeypatch.setattr(rounds, "ANSWER_S", 1.0)
+    peer = peer_that(does, tmp_path, monkeypatch)
+    with pytest.raises(rounds.Failed, match=says):
+        peer.ask({"collect": True})
+    if says != "it answered 'half a li":
+        with pytest.raises(rounds.Failed, match="its process ended"):
+            peer.ask({"collect": True})
+    peer.close()
+    assert peer.process.returncode is not None
+
+
+def test_a_peer_that_leaves_images_out_has_failed(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from bench import rounds
+    from bench.report import Result
+    from bench.workloads import WORKLOADS
+
+    monkeypatch.setattr(rounds.data, "parquet", lambda *arguments: tmp_path)
+    plan = rounds.Plan(None, [], 1, 1, 64, False, 2, tmp_path)
+    peer = SimpleNamespace(
+        name="gpuml",
+        process=SimpleNamespace(pid=1),
+        ask=lambda message: {"note": "", "labels": [[number, 0] for number in range(60)]},
+    )
+    with pytest.raises(rounds.Failed, match="4 of 64 images have no answer"):
+        rounds._check(plan, WORKLOADS["pooled"], peer, [(0, 1.0)], Result())
+
+
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--images", "-5"], ["--data", "/dev/null/here"]])
+def test_what_cannot_be_run_is_refused_before_it_is_begun(arguments, capsys):
+    from bench.__main__ import _arguments
+
+    with pytest.raises(SystemExit):
+        _arguments(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
 def test_a_small_run_measures_two_peers_that_agree(tmp_path):
     command = ["--quick", "--peers", "limit,gpuml", "--workloads", "pooled", "--images", "64", "--rounds", "1"]
     done = subprocess.run(

@@ -16,7 +16,7 @@ from conftest import PLAIN, Pooled, encoded
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import LogisticRegression
 from pyspark.sql import SparkSession, functions as F
-from gpuml import ImageClassifier, ParamError, register_udf, save_model
+from gpuml import ImageClassifier, ParamError, reduce_blocks, register_udf, save_model, tensor_udf
 
 folder = sys.argv[1]
 spark = SparkSession.builder.remote("local[2]").getOrCreate()
@@ -105,6 +105,18 @@ fitted.write().overwrite().save(folder + "/fitted")
 fitted.write().overwrite().save(folder + "/fitted")
 again = PipelineModel.load(folder + "/fitted")
 assert again.transform(frame).select("id", "p2").orderBy("id").collect() == wanted
+
+numbers = spark.range(0, 20, numPartitions=3).select("id", (F.col("id") / 4).alias("x"))
+udf = tensor_udf(lambda state, id, x: {"a": id + state, "b": x * 4}, "a bigint, b double", setup=lambda device: 5)
+rows = numbers.select("id", udf("id", "x").alias("r")).collect()
+assert sorted((r.id, r.r.a, r.r.b) for r in rows) == [(i, i + 5, i) for i in range(20)]
+with pytest.raises(ParamError, match="'dubble' is no type"):
+    tensor_udf(abs, "dubble")
+
+made = reduce_blocks(numbers, lambda id, x: {"id": id.sum(), "x": x.sum()})
+assert {name: float(value) for name, value in made.items()} == {"id": 190, "x": 47.5}
+with pytest.raises(ParamError, match="no such column"):
+    reduce_blocks(numbers, abs, ["y"])
 print("CORE HOLDS")
 del fitted, again, learner  # Spark's remote models ask the server at exit, and wait for it for minutes once it is gone
 spark.stop()

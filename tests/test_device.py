@@ -309,7 +309,7 @@ def worker(monkeypatch):
         return cache.Network(lambda x: torch.zeros(len(x), 2), card, torch.device("cpu"), dtype)
 
     monkeypatch.setattr(serve.cache, "network", network)
-    monkeypatch.setattr(serve, "_said", set())
+    monkeypatch.setattr(device, "_said", set())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def call(task, policy="auto"):

@@ -4,6 +4,7 @@ Not part of `make test`; examples/benchmarks/gpu_check.sh runs it.
 """
 
 import gc
+import pickle
 
 import numpy as np
 import pytest
@@ -209,3 +210,28 @@ def test_a_zoo_network_runs_as_it_does_on_the_cpu(tmp_path):
     rows = [encoded(i, width=300, height=260) for i in range(16)]
     got, wanted = (run(tmp_path / "zoo.pt2", where, rows).outputs for where in (CUDA, CPU))
     np.testing.assert_allclose(got, wanted, atol=5e-3 * np.abs(wanted).max())
+
+
+def test_a_users_function_gets_tensors_on_its_device_which_is_the_current_one():
+    pa = pytest.importorskip("pyarrow")
+    from gpuml.spec import Function
+    from gpuml.worker import tensors
+
+    last = torch.cuda.device_count() - 1
+    where, task = torch.device("cuda", last), device.Task((str(last),))
+
+    def predict(state, x, y):
+        assert (state, x.device, y.device, torch.zeros(1, device="cuda").device) == (where,) * 4
+        return x + y.sum(1)
+
+    columns = [pa.array([1.0, 2.0]), pa.array([[1, 2], [3, 4]], pa.list_(pa.int32()))]
+    function = Function(predict, (), pa.float64(), pickle.dumps(_itself), "0", "cuda")
+    assert tensors.answer(columns, function, task).to_pylist() == [4, 9]
+
+    batch = pa.record_batch([pa.array(range(1000), pa.float64())], ["0"])
+    packed = tensors.fold([batch] * 3, ["x"], lambda x: (x.sum(), len(x)), None, "cuda", task)
+    assert [each.item() for each in tensors.merge([packed, packed], None)] == [6 * 499500, 6000]
+
+
+def _itself(device):
+    return device

@@ -81,7 +81,7 @@ def input_column(frame: Frame, name: str, column: str, read_paths: bool) -> Inpu
     if len(found) != 1:
         what = "there is no such column" if not found else f"there are {len(found)} such columns"
         raise ParamError(f"{name}={column!r}: {what} among {frame.names}; choose with {_setter(name)}(...)")
-    quoted = _column(found[0])
+    quoted = column_of(found[0])
     kind = found[0].dataType
     if read_paths:
         if isinstance(kind, StringType):
@@ -140,7 +140,8 @@ def free_names(frame: Frame, *names: str) -> list[str]:
     return list(names)
 
 
-def _column(field: StructField) -> Column:
+def column_of(field: StructField) -> Column:
+    """The column of a frame's field."""
     # By name alone: DataFrame["`a`"] takes the name for a pattern under spark.sql.parser.quotedRegexColumnNames.
     return F.col("`" + field.name.replace("`", "``") + "`")
 
@@ -183,7 +184,7 @@ def row_name(frame: Frame, source: Input) -> Column:
         return F.coalesce(source.column, place)
     paths = frame.named("path")
     if len(paths) == 1 and isinstance(paths[0].dataType, StringType):
-        return F.coalesce(_column(paths[0]), place)
+        return F.coalesce(column_of(paths[0]), place)
     if source.is_image and source.origin:
         return F.coalesce(source.column.getField("origin"), place)
     return place

@@ -31,8 +31,11 @@ def gpu_conf(batch_size: int = 64) -> dict[str, str]:
     >>> gpu_conf(64)["spark.sql.execution.arrow.maxRecordsPerBatch"]
     '256'
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ParamError(f"gpu_conf: batch_size={batch_size!r} is no whole number of rows from 1; give the batchSize")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size < 2**29:
+        raise ParamError(
+            f"gpu_conf: batch_size={batch_size!r} is no int from 1 up (four times as many are to fit into Spark's "
+            f"setting); give the stage's batchSize"
+        )
     rows = str(4 * batch_size)
     return {
         "spark.sql.execution.arrow.maxRecordsPerBatch": rows,

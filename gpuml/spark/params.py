@@ -49,7 +49,10 @@ def at_least(name: str, least: int) -> Callable[[Any], int]:
 
 def _scaled_decode(value: Any) -> float:
     """0, or a number from 1 up."""
-    number = TypeConverters.toFloat(value)
+    try:
+        number = TypeConverters.toFloat(value)
+    except (TypeError, OverflowError):
+        number = math.nan
     if number != 0 and not 1 <= number < math.inf:
         raise ParamError(
             f"scaledDecode={value!r} is neither 0 (off) nor a number from 1 up, such as 2: below 1, JPEGs would be "

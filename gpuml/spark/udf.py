@@ -13,6 +13,7 @@ from pyspark.sql.types import ArrayType, DataType, DoubleType, FloatType, String
 
 from gpuml.errors import ModelError, ParamError, RowError
 from gpuml.models.store import file_name
+from gpuml.spark.task import this_task
 from gpuml.spec import Spec
 
 #: The struct's fields by name, see gpuml.worker.outputs. Vectors travel as array<float>: a VectorUDT inside a struct
@@ -112,17 +113,14 @@ def _score(spec: Spec, rows: list[Any]) -> pd.DataFrame:
 def _serve(spec: Spec, rows: list[Any]) -> dict[str, Any]:
     """Runs in a worker: the columns ``spec.outputs`` of some rows of its task."""
     global _answered
-    from gpuml.worker import cache, device, serve
+    from gpuml.worker import cache, serve
 
     begin = time.perf_counter()
     context = TaskContext.get()
     assert context is not None, "a UDF runs in a task"
-    resources = context.resources()
-    addresses = tuple(resources["gpu"].addresses) if "gpu" in resources else ()
     number = context.taskAttemptId()
     waited = begin - _answered[1] if _answered is not None and _answered[0] == number else None
-    task = device.Task(addresses, context.cpus(), context.partitionId(), waited)
-    columns = serve.serve(rows, spec, task, lambda: _shipped(spec.model))
+    columns = serve.serve(rows, spec, this_task(waited), lambda: _shipped(spec.model))
     cache.freeze()
     _answered = number, time.perf_counter()
     return columns

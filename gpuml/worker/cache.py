@@ -81,7 +81,7 @@ def network(
             _networks.move_to_end(key)
             return _networks[key]
         while len(_networks) >= CAPACITY:
-            _release(_networks.popitem(last=False)[1].device)
+            release(_networks.popitem(last=False)[1].device)
         read = make or partial(load, find())
         loaded = _load(read, device, dtype)
         if loaded is None:
@@ -137,11 +137,11 @@ def _load(read: Callable[[torch.device], Loaded], device: torch.device, dtype: s
 def _drop_all(device: torch.device) -> None:
     for key in [key for key, held in _networks.items() if held.device == device]:
         del _networks[key]
-    _release(device)
+    release(device)
 
 
-def _release(device: torch.device) -> None:
-    """Give dropped networks' memory back: their modules hold one another, and frozen cycles are never collected."""
+def release(device: torch.device) -> None:
+    """Give back the memory of what was dropped: modules hold one another, and frozen cycles are never collected."""
     global _frozen
     if _frozen:
         gc.unfreeze()

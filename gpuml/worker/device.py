@@ -1,10 +1,11 @@
 """The device Param, the task's GPU address and CUDA_VISIBLE_DEVICES -> the device that serves this call.
 
-`resolve` decides and is pure. `uuids` and `place` are all that touches CUDA.
+`resolve` decides and is pure. `uuids` and `place` are all that touches CUDA. `bind` puts them together, and logs.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from gpuml.errors import DeviceError
+
+_log = logging.getLogger("gpuml")
+_said: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -156,8 +160,16 @@ def place(index: int) -> torch.device:
 
 
 def bind(policy: str, task: Task) -> tuple[torch.device, Decision]:
-    """The device of this call. Never sets CUDA_VISIBLE_DEVICES, which a running process ignores."""
+    """The device of this call; what is worth telling is logged once per process.
+
+    Never sets CUDA_VISIBLE_DEVICES, which a running process ignores.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = () if policy == "cpu" else uuids()
     decision = resolve(policy, task.addresses, visible, seen, task.partition_id)
+    # One warning is enough, whatever address the next task has; each note is another fact.
+    for text, say, key in ((decision.warning, _log.warning, "warning"), (decision.note, _log.info, decision.note)):
+        if text and key not in _said:
+            _said.add(key)
+            say("gpuml: %s", text)
     return (torch.device("cpu") if decision.index is None else place(decision.index)), decision

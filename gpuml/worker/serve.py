@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,6 @@ from gpuml.models import python_source
 from gpuml.spec import Spec
 from gpuml.worker import cache, device, outputs
 from gpuml.worker.runner import Runner
-
-_log = logging.getLogger("gpuml")
-_said: set[str] = set()
 
 
 def serve(rows: Sequence[Any], spec: Spec, task: device.Task, find: Callable[[], Path]) -> dict[str, Any]:
@@ -34,11 +30,6 @@ def serve(rows: Sequence[Any], spec: Spec, task: device.Task, find: Callable[[],
     The columns that ``spec.outputs`` names, each with one value per row, in order.
     """
     place, decision = device.bind(spec.device, task)
-    # One warning is enough, whatever address the next task has; each note is another fact.
-    for text, say, key in ((decision.warning, _log.warning, "warning"), (decision.note, _log.info, decision.note)):
-        if text and key not in _said:
-            _said.add(key)
-            say("gpuml: %s", text)
     if spec.preprocess is None:
         network = cache.network(spec.model, place, spec.dtype, find)
     else:

@@ -86,8 +86,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--peers", type=names(list(PEERS)), help="comma-separated; else all but ray")
     parser.add_argument("--workloads", type=names(list(WORKLOADS)), help="comma-separated")
-    parser.add_argument("--images", type=int, help="in each pass of each peer")
-    parser.add_argument("--rounds", type=int, help="timed passes of each peer")
+    parser.add_argument("--images", type=_positive, help="in each pass of each peer")
+    parser.add_argument("--rounds", type=_positive, help="timed passes of each peer")
     parser.add_argument("--data", type=Path, default=ROOT / ".bench-data", help="where data, models and logs are kept")
     parser.add_argument(
         "--out", nargs="?", const="", metavar="NAME", help="write results/NAME.json and .md; else <date>-<cores>cores"
@@ -97,7 +97,18 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     asked.peers = asked.peers or (QUICK_PEERS if asked.quick else None)
     asked.rounds = asked.rounds or (3 if asked.quick else 5)
     asked.data = asked.data.resolve()
+    try:
+        asked.data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--data {asked.data}: {error.strerror}")
     return asked
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 up")
+    return number
 
 
 def _about(cores: int) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -39,6 +41,10 @@ STAGES_IMAGES = 256
 
 #: Spark ends a Python worker that was idle for a minute; a peer in Spark that waited longer first gets an untimed pass.
 WARM_S = 55.0
+
+
+#: The longest that a peer may take for one answer.
+ANSWER_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -96,18 +102,24 @@ class Peer:
         Raises
         ------
         Failed
-            The peer says that it failed, or its process ended.
+            The peer says that it failed, its process ended, or there is no answer in `ANSWER_S`.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
-            line = self.process.stdout.readline()
+            answered, _, _ = select.select([self.process.stdout], [], [], ANSWER_S)
+            line = self.process.stdout.readline() if answered else f'{{"failed": "no answer in {ANSWER_S:.0f} s"}}'
         except BrokenPipeError:
             line = ""
+        if not line or not answered:
+            tree.end(self.process.pid)
         self.last = time.monotonic()
-        answer: dict[str, Any] = json.loads(line or '{"failed": "its process ended"}')
+        try:
+            answer: dict[str, Any] = json.loads(line or '{"failed": "its process ended"}')
+        except ValueError:
+            answer = {"failed": f"it answered {line[:80]!r}"}
         if "failed" in answer:
             raise Failed(f"{answer['failed']}; see logs/{self.name}.txt")
         return answer
@@ -120,11 +132,15 @@ class Peer:
 
     def close(self) -> None:
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it ended, and has not read its last message
+                self.process.stdin.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             tree.end(self.process.pid)
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 Measured = tuple[dict[str, dict[str, float]], dict[str, dict[str, Result]], float]
@@ -142,6 +158,10 @@ def measure(plan: Plan) -> Measured:
             if any(name in plan.peers_of(WORKLOADS[workload]) for workload in plan.workloads):
                 peers[name] = Peer(name, plan.root)
         for workload in plan.workloads:
+            for name, peer in peers.items():
+                if peer.process.poll() is not None:  # it failed before; here it may not
+                    peer.close()
+                    peers[name] = Peer(name, plan.root)
             results[workload] = _workload(plan, workload, list(peers.values()))
         idle = _idle(list(peers.values()))
     finally:
@@ -204,6 +224,8 @@ def _check(plan: Plan, workload: Workload, peer: Peer, truth: list[tuple[int, fl
     result.note = open_with(result.images)
     with tree.peak_memory(peer.process.pid) as seen:
         labels = dict(peer.ask({"collect": True})["labels"])
+    if missing := set(range(result.images)) - labels.keys():
+        raise Failed(f"{len(missing)} of {result.images} images have no answer")
     result.memory = max(seen)
     result.agreement = _agreement(labels, truth, 0)
     result.clear_agreement = _agreement(labels, truth, 0.1)
