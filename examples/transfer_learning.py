@@ -58,11 +58,8 @@ def photographs(spark: SparkSession) -> DataFrame:
     """id, label, content: crops of each photograph, and a broken file, as every collection has one."""
     random = np.random.default_rng(0)
     folder = Path(__file__).parent / "images"
-    crops = [
-        (float(label), crop(Image.open(folder / name), random))
-        for label, name in enumerate(NAMES)
-        for _ in range(CROPS)
-    ]
+    photos = [Image.open(folder / name) for name in NAMES]
+    crops = [(float(label), crop(photo, random)) for label, photo in enumerate(photos) for _ in range(CROPS)]
     broken = crops[5][1][:1000]
     rows = [(number, *row) for number, row in enumerate([*crops, (0.0, broken)])]
     return spark.createDataFrame(rows, "id int, label double, content binary").repartition(4, "id")

@@ -20,6 +20,9 @@ _FLOAT_MAX = sys.float_info.max
 #: What begins the one kind of model source that has no model file: a function that each worker imports and calls.
 PYTHON = "python:"
 
+#: The layer that stands for a network's own output: nothing is cut.
+OUTPUT = "output"
+
 #: Where Pillow itself refuses to open an image: twice its Image.MAX_IMAGE_PIXELS.
 MAX_PIXELS = 178956970
 

@@ -18,10 +18,8 @@ from gpuml.errors import ModelError
 from gpuml.models import store
 from gpuml.models.export import checked_width, export, memory_format, plain_torch, sample_rows
 from gpuml.models.file import Card, open_program, write
+from gpuml.spec import OUTPUT
 from gpuml.version import __version__
-
-#: The layer that stands for the network's own output: nothing is cut.
-OUTPUT = "output"
 
 _CONVOLUTION = torch.ops.aten.conv2d.default
 _LINEAR = torch.ops.aten.linear.default

@@ -41,9 +41,19 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
     #: Where the stage was loaded from, until the user sets its `model`.
     _loaded_from: str | None = None
 
-    def _output_columns(self) -> dict[str, tuple[str, str]]:
-        """Param name -> (column name, the struct's field it is made from), in output order; without the empty names."""
+    def _own_columns(self) -> dict[str, tuple[str, str]]:
+        """Param name -> (column name, the struct's field it is made from), of what a stage of its kind alone gives."""
         raise NotImplementedError
+
+    def _output_columns(self) -> dict[str, tuple[str, str]]:
+        """The same of all outputs, in their order; without the empty names."""
+        made = {
+            **self._own_columns(),
+            "errorCol": (self.getErrorCol(), "error"),
+            "deviceCol": (self.getDeviceCol(), "device"),
+            "timingCol": (self.getTimingCol(), "timing"),
+        }
+        return {name: (column, field) for name, (column, field) in made.items() if column}
 
     def _labels(self) -> list[str]:
         """Names of the model's outputs, in place of its own."""

@@ -50,6 +50,20 @@ class Frame:
         """The columns that a name can mean."""
         return [field for field in self.fields if self.same(field.name, column)]
 
+    def only(self, column: str, what: str, advice: str = "") -> StructField:
+        """The one column that a name means; errors call it `what`, and end with `advice`.
+
+        Raises
+        ------
+        ParamError
+            There is no such column, or more than one.
+        """
+        found = self.named(column)
+        if len(found) == 1:
+            return found[0]
+        seen = "there is no such column" if not found else f"there are {len(found)} such columns"
+        raise ParamError(f"{what}: {seen} among {self.names}{advice}")
+
     def same(self, a: str, b: str) -> bool:
         return a == b if self.case_sensitive else a.lower() == b.lower()
 
@@ -77,12 +91,9 @@ def input_column(frame: Frame, name: str, column: str, read_paths: bool) -> Inpu
         There is no such column, more than one, or it is neither binary nor an image struct; with `read_paths`, no
         string.
     """
-    found = frame.named(column)
-    if len(found) != 1:
-        what = "there is no such column" if not found else f"there are {len(found)} such columns"
-        raise ParamError(f"{name}={column!r}: {what} among {frame.names}; choose with {_setter(name)}(...)")
-    quoted = column_of(found[0])
-    kind = found[0].dataType
+    found = frame.only(column, f"{name}={column!r}", f"; choose with {_setter(name)}(...)")
+    quoted = column_of(found)
+    kind = found.dataType
     if read_paths:
         if isinstance(kind, StringType):
             return Input(quoted, is_path=True)

@@ -97,17 +97,14 @@ def chosen(df: DataFrame, columns: Sequence[str] | None) -> tuple[DataFrame, lis
     names = frame.names if columns is None else list(columns)
     selected: list[Column] = []
     for name in names:
-        found = frame.named(name)
-        if len(found) != 1:
-            what = "there is no such column" if not found else f"there are {len(found)} such columns"
-            raise ParamError(f"reduce_blocks: column {name!r}: {what} among {frame.names}")
-        if _numbers(found[0].dataType) is None:
+        found = frame.only(name, f"reduce_blocks: column {name!r}")
+        if _numbers(found.dataType) is None:
             raise ParamError(
-                f"reduce_blocks: column {name!r} is of type {found[0].dataType.simpleString()}; tensors hold numbers, "
+                f"reduce_blocks: column {name!r} is of type {found.dataType.simpleString()}; tensors hold numbers, "
                 f"booleans, and arrays of them: cast it, leave it out with columns=[...], or give "
                 f"pyspark.ml.functions.vector_to_array(column) for an ML Vector"
             )
-        selected.append(column_of(found[0]).alias(str(len(selected))))
+        selected.append(column_of(found).alias(str(len(selected))))
     if not selected:
         raise ParamError("reduce_blocks: there are no columns to reduce; name some with columns=[...]")
     # By number: mapInArrow asks for df[name], which takes a dot in a name for a field.

@@ -14,7 +14,7 @@ from gpuml.errors import ParamError
 from gpuml.spark import columns
 from gpuml.spark.base import ModelStage
 from gpuml.spark.params import HasLabels, at_least, param
-from gpuml.spec import Preprocess
+from gpuml.spec import OUTPUT, Preprocess
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -137,18 +137,14 @@ class ImageClassifier(ModelStage, HasLabels, HasPredictionCol, HasProbabilityCol
     def _of_kind(self) -> dict[str, Any]:
         return {"top_k": self.getTopK()}
 
-    def _output_columns(self) -> dict[str, tuple[str, str]]:
-        made = {
+    def _own_columns(self) -> dict[str, tuple[str, str]]:
+        return {
             "predictionCol": (self.getPredictionCol(), "prediction"),
             "predictedLabelCol": (self.getPredictedLabelCol(), "predictedLabel"),
             "probabilityCol": (self.getProbabilityCol(), "probability"),
             "rawPredictionCol": (self.getRawPredictionCol(), "rawPrediction"),
             "topKCol": (self.getTopKCol(), "topK"),
-            "errorCol": (self.getErrorCol(), "error"),
-            "deviceCol": (self.getDeviceCol(), "device"),
-            "timingCol": (self.getTimingCol(), "timing"),
         }
-        return {name: (column, field) for name, (column, field) in made.items() if column}
 
 
 class ImageFeaturizer(ModelStage, HasOutputCol):
@@ -241,23 +237,17 @@ class ImageFeaturizer(ModelStage, HasOutputCol):
 
     def _check_python(self) -> None:
         super()._check_python()
-        if self.getLayer() != "output":
+        if self.getLayer() != OUTPUT:
             raise ParamError(
                 f"layer={self.getLayer()!r}: the network of {self.getModel()!r} is made in each worker, and is not "
-                f"cut; let it give the features, and setLayer('output')"
+                f"cut; let it give the features, and setLayer({OUTPUT!r})"
             )
 
     def _of_kind(self) -> dict[str, Any]:
         return {"normalize": self.getNormalize()}
 
-    def _output_columns(self) -> dict[str, tuple[str, str]]:
-        made = {
-            "outputCol": (self.getOutputCol(), "features"),
-            "errorCol": (self.getErrorCol(), "error"),
-            "deviceCol": (self.getDeviceCol(), "device"),
-            "timingCol": (self.getTimingCol(), "timing"),
-        }
-        return {name: (column, field) for name, (column, field) in made.items() if column}
+    def _own_columns(self) -> dict[str, tuple[str, str]]:
+        return {"outputCol": (self.getOutputCol(), "features")}
 
 
 # The path that saved stages name: it outlives any move of the modules behind it.

@@ -33,8 +33,6 @@ def state(sha256: str, setup: bytes, device: torch.device) -> Any:
             _states.move_to_end(key)
             return _states[key]
         while len(_states) >= CAPACITY:
-            oldest = next(iter(_states))
-            del _states[oldest]
-            release(oldest[1])
+            release(_states.popitem(last=False)[0][1])
         _states[key] = pickle.loads(setup)(device)
         return _states[key]

@@ -36,6 +36,9 @@ STARTS_ANEW = ("ray",)
 #: Checked alone: the limit chooses among its loops by their times, and Ray's start is timed. The others go in pairs.
 TIMED_IN_CHECK = ("limit", *STARTS_ANEW)
 
+#: For the processes that are started: where this package lies, and what this one was given.
+PYTHONPATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+
 #: For the stages, one by one.
 STAGES_IMAGES = 256
 
@@ -82,9 +85,8 @@ class Peer:
         self.in_spark = PEERS[name].startswith("bench.spark_peers:")
         logs = root / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         # OMP_NUM_THREADS unset: each system chooses for its own workers, as it would for a user.
-        environment = {**os.environ, "PYTHONPATH": path, "GPUML_HOME": str(root / "home")}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "GPUML_HOME": str(root / "home")}
         with open(logs / f"{name}.txt", "w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "bench.serve", name],
@@ -251,10 +253,9 @@ def _stages(plan: Plan, models: Path) -> dict[str, dict[str, float]]:
     for name in plan.workloads:
         workload = WORKLOADS[name]
         folders[name] = str(data.parquet(plan.root, workload.kind, min(plan.size(workload), STAGES_IMAGES)))
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "bench.stages", json.dumps(folders), str(models)],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         stdout=subprocess.PIPE,
         check=True,
     )
