@@ -20,7 +20,7 @@ from gpuml.errors import GpumlError, ModelError
 from gpuml.version import __version__
 
 if TYPE_CHECKING:
-    from gpuml.models.file import Card
+    from gpuml.models.cards import Card
     from gpuml.models.prune import Entry
 
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -14,7 +14,7 @@ from torch import nn
 
 from gpuml import DeviceMemoryError, ModelFileError, save_model
 from gpuml.models import store
-from gpuml.models.file import Card
+from gpuml.models.cards import Card
 from gpuml.worker import cache
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -13,7 +13,7 @@ import torch
 from conftest import PLAIN
 
 from gpuml.errors import DeviceError, GpumlError
-from gpuml.models.file import Card
+from gpuml.models.cards import Card
 from gpuml.spec import Spec
 from gpuml.worker import cache, device, serve
 from gpuml.worker.device import Decision, Task, bind, resolve

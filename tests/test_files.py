@@ -11,7 +11,7 @@ from conftest import PLAIN, Pooled, encoded
 
 from gpuml import ImageClassifier, ParamError
 from gpuml.errors import RowError
-from gpuml.models.file import Card
+from gpuml.models.cards import Card
 from gpuml.spec import Spec
 from gpuml.worker import files
 from gpuml.worker.cache import Network

@@ -20,14 +20,16 @@ from torch import nn
 
 import gpuml
 from gpuml import ModelError, ModelFileError, Preprocess, save_model
-from gpuml.models.file import CARD, FORMAT, Card, _open, load, read_card, rewrite
+from gpuml.models import cards
+from gpuml.models.cards import CARD, FORMAT, Card
+from gpuml.models.file import _open, load, read_card, rewrite
 from gpuml.spec import Spec
 from gpuml.worker.cache import Network
 from gpuml.worker.preprocess import normalise, resize_crop
 from gpuml.worker.runner import Runner, read
 
 CPU = torch.device("cpu")
-CARD_VALUES = json.loads(Card(PLAIN, 4).to_json())
+CARD_VALUES = json.loads(cards.to_json(Card(PLAIN, 4)))
 
 
 class Function(nn.Module):

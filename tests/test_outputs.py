@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import PLAIN
 
-from gpuml.models.file import Card
+from gpuml.models.cards import Card
 from gpuml.spec import Spec
 from gpuml.worker.outputs import activate, columns
 from gpuml.worker.runner import Scores

@@ -23,7 +23,8 @@ from torch import nn
 
 from gpuml import DeviceMemoryError, ModelError, Preprocess, save_model
 from gpuml.errors import RowError
-from gpuml.models.file import Card, load
+from gpuml.models.cards import Card
+from gpuml.models.file import load
 from gpuml.spec import Spec
 from gpuml.worker import runner as module
 from gpuml.worker import timing
@@ -291,7 +292,7 @@ def test_peak_memory_does_not_grow_with_the_rows_of_a_call():
 import io, pathlib, torch
 from PIL import Image
 from gpuml import Preprocess
-from gpuml.models.file import Card
+from gpuml.models.cards import Card
 from gpuml.spec import Spec
 from gpuml.worker.cache import Network
 from gpuml.worker.runner import Runner

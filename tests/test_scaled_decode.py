@@ -15,7 +15,7 @@ from PIL import Image, ImageFile
 
 from gpuml import ImageClassifier, ParamError, Preprocess
 from gpuml.errors import RowError
-from gpuml.models.file import Card
+from gpuml.models.cards import Card
 from gpuml.spec import Spec
 from gpuml.worker import decode as module
 from gpuml.worker import jpeg

@@ -16,8 +16,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from gpuml.errors import ModelError
 from gpuml.models import store
+from gpuml.models.cards import Card
 from gpuml.models.export import checked_width, export, memory_format, plain_torch, sample_rows
-from gpuml.models.file import Card, open_program, write
+from gpuml.models.file import open_program, write
 from gpuml.spec import OUTPUT
 from gpuml.version import __version__
 

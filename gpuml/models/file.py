@@ -13,7 +13,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from gpuml.errors import ModelError, ModelFileError
+from gpuml.models import cards
+from gpuml.models.cards import CARD, Card, checked_labels
 from gpuml.models.export import (
     ONE_AT_A_TIME,
     checked_width,
@@ -36,94 +38,10 @@ from gpuml.models.export import (
 )
 from gpuml.models.fold import fold_batch_norm
 from gpuml.models.safety import check_archive
-from gpuml.spec import ACTIVATIONS, Preprocess
+from gpuml.spec import Preprocess
 from gpuml.version import __version__
 
-CARD = "gpuml.json"
-FORMAT = 1
-MEMORY_FORMATS = ("channels_last", "contiguous")
 _MOST_CARD = 1 << 26
-
-
-@dataclass(frozen=True)
-class Card:
-    """What a model file says of its network.
-
-    Parameters
-    ----------
-    preprocess : how an image becomes the input.
-    width : columns of the output, which has shape (batch, width).
-    labels : one name per column, or none.
-    activation : ``"softmax"``, ``"sigmoid"`` or ``"none"``: what turns the output into probabilities.
-    memory_format : ``"channels_last"`` or ``"contiguous"``: the memory that weights and rows lie in when it runs.
-    gpuml, torch : versions that wrote the file.
-    format : version of this card.
-
-    Raises
-    ------
-    ModelError
-        The parts do not fit one another.
-    """
-
-    preprocess: Preprocess
-    width: int
-    labels: tuple[str, ...] = ()
-    activation: str = "softmax"
-    memory_format: str = "channels_last"
-    gpuml: str = __version__
-    torch: str = torch.__version__
-    format: int = FORMAT
-
-    def __post_init__(self) -> None:
-        if type(self.width) is not int or self.width < 1:
-            raise ModelError(f"a model with {self.width!r} outputs has nothing to predict")
-        if self.labels and len(self.labels) != self.width:
-            raise ModelError(
-                f"{len(self.labels)} labels for a model with {self.width} outputs; give one label per output, in order"
-            )
-        if self.activation not in ACTIVATIONS:
-            raise ModelError(f"activation={self.activation!r} is none of {', '.join(ACTIVATIONS)}")
-        if self.memory_format not in MEMORY_FORMATS:
-            raise ModelError(f"memory_format={self.memory_format!r} is none of {', '.join(MEMORY_FORMATS)}")
-        if self.activation == "softmax" and self.width == 1:
-            raise ModelError(
-                "softmax over one output is always 1. Give the network two outputs; or use activation='sigmoid' or "
-                "'none' and compare probability with a threshold of yours: of one class, prediction is always 0"
-            )
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Card:
-        try:
-            values = json.loads(text)
-            if type(values["format"]) is not int or not all(isinstance(values[key], str) for key in ("gpuml", "torch")):
-                raise TypeError("its format is no integer, or a version no text")
-            if values["format"] > FORMAT:
-                raise ModelFileError(
-                    f"the model file's card has format {values['format']}, written by gpuml {values.get('gpuml')}; "
-                    f"gpuml {__version__} reads up to {FORMAT}: upgrade gpuml"
-                )
-            values["preprocess"] = Preprocess.from_dict(values["preprocess"])
-            values["labels"] = checked_labels(values["labels"])
-            return cls(**values)
-        except ModelFileError:
-            raise
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ModelFileError(f"the model file's card {CARD} is damaged: {type(error).__name__}: {error}") from error
-
-
-def checked_labels(labels: Any) -> tuple[str, ...]:
-    """Labels as a tuple. A dict, a set or one text would give as many names, and wrong ones."""
-    if isinstance(labels, (str, bytes)) or not isinstance(labels, Sequence):
-        raise ModelError(f"labels={labels!r} is a {type(labels).__name__}; give a list of names, in the outputs' order")
-    for label in labels:
-        if not isinstance(label, str):
-            raise ModelError(f"labels: {label!r} is a {type(label).__name__}; give each name as text")
-        if not label.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in label):
-            raise ModelError(f"labels: {label!r} holds half of a surrogate pair, which no column of text can")
-    return tuple(labels)
 
 
 def save_model(
@@ -236,7 +154,7 @@ def _checked(path: str | os.PathLike[str]) -> tuple[str, Card | None]:
         raise ModelFileError(f"{error}{_written_by(path)}") from error
     text = _card_text(path)
     try:
-        return kind, None if text is None else Card.from_json(text)
+        return kind, None if text is None else cards.from_json(text)
     except ModelFileError as error:
         raise ModelFileError(f"{os.fspath(path)}: {error}") from error
 
@@ -325,10 +243,10 @@ def write(program: Any, path: Path, card: Card) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gpuml-") as folder:
         file = os.path.join(folder, "model.pt2")
         if isinstance(program, torch.jit.ScriptModule):
-            jit("save", program, file, _extra_files={CARD: card.to_json()})
+            jit("save", program, file, _extra_files={CARD: cards.to_json(card)})
         else:
             strip(program)
-            torch.export.save(program, file, extra_files={CARD: card.to_json()})
+            torch.export.save(program, file, extra_files={CARD: cards.to_json(card)})
         try:
             check_archive(file)  # what we write we must be able to read: refuse here, not on a worker
         except ModelFileError as error:

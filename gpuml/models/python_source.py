@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gpuml.errors import ModelError
+from gpuml.models.cards import Card
 from gpuml.models.export import checked_width, memory_format, plain_torch, telling_lines, to_channels_last
-from gpuml.models.file import Card
 from gpuml.spec import PYTHON, Preprocess
 
 

@@ -139,10 +139,9 @@ class HasLabels(Params):
         return list(self.getOrDefault(self.labels))
 
 
-class HasModel(HasInputCol):
-    """Params of every stage that runs a model file over a column of images."""
+class HasModel(Params):
+    """Params of every stage: which model file it runs, where, and what becomes of rows that fail."""
 
-    inputCol = param("inputCol", "input column: binary (encoded images), Spark's image struct, or a string (readPaths)")
     model = param(
         "model",
         "model source: 'torchvision:<name>', 'timm:<name>', 'hf:<org/name>[@revision]' or 'hf:<folder>'; the path on "
@@ -151,18 +150,7 @@ class HasModel(HasInputCol):
         "worker; 'sha256:<hex>' is a model in memory (from_module). No default",
         _source,
     )
-    weights = param(
-        "weights",
-        "for 'torchvision:' and 'timm:' models: '' = the zoo's best weights; a weights name; 'none' = random, seeded "
-        "by the model's name; or the path or URL of a state dict (.pth, .safetensors)",
-    )
     batchSize = param("batchSize", "rows per forward pass, from 1 up", at_least("batchSize", 1))
-    preprocess = param(
-        "preprocess",
-        "how an image becomes the model's input: JSON of a gpuml.Preprocess (the setter takes one as it is); '' = the "
-        "model's own",
-        _preprocess_json,
-    )
     device = param(
         "device",
         "'auto' = the task's GPU address, else a visible GPU, else the CPU; 'cuda' = the same but never the CPU; 'cpu'",
@@ -172,6 +160,99 @@ class HasModel(HasInputCol):
         "dtype",
         "'float32', or the autocast type 'bfloat16' or 'float16'; scores are float32 always",
         choice("dtype", DTYPES),
+    )
+    handleInvalid = param(
+        "handleInvalid",
+        "rows that cannot be read, nulls too: 'keep' = null outputs and a reason; 'skip' = drop the row, as a learner "
+        "or an evaluator after this stage needs; 'error' = fail, naming row and reason",
+        choice("handleInvalid", HANDLE_INVALID),
+    )
+    errorCol = param(
+        "errorCol",
+        "output column, string: why the row has null outputs, as 'kind: message'; null where all is well; '' = not "
+        "produced",
+    )
+    deviceCol = param(
+        "deviceCol",
+        "output column, string: the device that served the row, e.g. 'cuda:1 (address 3)'; '' = not produced",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(
+            batchSize=64,
+            device="auto",
+            dtype="float32",
+            handleInvalid="keep",
+            errorCol="error",
+            deviceCol="",
+        )
+
+    def setModel(self, value: str) -> Self:
+        """Set `model`; the next transform reads that source, even if it is the same path as before."""
+        return self._set(model=value)
+
+    def getModel(self) -> str:
+        """The value of `model`."""
+        return str(self.getOrDefault(self.model))
+
+    def setBatchSize(self, value: int) -> Self:
+        """Set `batchSize`."""
+        return self._set(batchSize=value)
+
+    def getBatchSize(self) -> int:
+        """The value of `batchSize`."""
+        return int(self.getOrDefault(self.batchSize))
+
+    def setDevice(self, value: str) -> Self:
+        """Set `device`."""
+        return self._set(device=value)
+
+    def getDevice(self) -> str:
+        """The value of `device`."""
+        return str(self.getOrDefault(self.device))
+
+    def setDtype(self, value: str) -> Self:
+        """Set `dtype`."""
+        return self._set(dtype=value)
+
+    def getDtype(self) -> str:
+        """The value of `dtype`."""
+        return str(self.getOrDefault(self.dtype))
+
+    def setHandleInvalid(self, value: str) -> Self:
+        """Set `handleInvalid`."""
+        return self._set(handleInvalid=value)
+
+    def getHandleInvalid(self) -> str:
+        """The value of `handleInvalid`."""
+        return str(self.getOrDefault(self.handleInvalid))
+
+    def setErrorCol(self, value: str) -> Self:
+        """Set `errorCol`."""
+        return self._set(errorCol=value)
+
+    def getErrorCol(self) -> str:
+        """The value of `errorCol`."""
+        return str(self.getOrDefault(self.errorCol))
+
+    def setDeviceCol(self, value: str) -> Self:
+        """Set `deviceCol`."""
+        return self._set(deviceCol=value)
+
+    def getDeviceCol(self) -> str:
+        """The value of `deviceCol`."""
+        return str(self.getOrDefault(self.deviceCol))
+
+
+class HasImages(HasInputCol):
+    """Params of a stage over a column of images."""
+
+    inputCol = param("inputCol", "input column: binary (encoded images), Spark's image struct, or a string (readPaths)")
+    weights = param(
+        "weights",
+        "for 'torchvision:' and 'timm:' models: '' = the zoo's best weights; a weights name; 'none' = random, seeded "
+        "by the model's name; or the path or URL of a state dict (.pth, .safetensors)",
     )
     decodeThreads = param(
         "decodeThreads",
@@ -195,28 +276,6 @@ class HasModel(HasInputCol):
         "what lies under transparent pixels: 'white', 'black', or 'drop' = ignore transparency",
         choice("alpha", ALPHAS),
     )
-    scaledDecode = param(
-        "scaledDecode",
-        "decode JPEGs at 1/2, 1/4 or 1/8 of their size where each axis keeps at least this many times the pixels that "
-        "preprocess resizes it to: 2 is much faster for photographs of many megapixels, and changes pixels a little; "
-        "0 = at full size",
-        _scaled_decode,
-    )
-    handleInvalid = param(
-        "handleInvalid",
-        "rows that cannot be read, nulls too: 'keep' = null outputs and a reason; 'skip' = drop the row, as a learner "
-        "or an evaluator after this stage needs; 'error' = fail, naming row and reason",
-        choice("handleInvalid", HANDLE_INVALID),
-    )
-    errorCol = param(
-        "errorCol",
-        "output column, string: why the row has null outputs, as 'kind: message'; null where all is well; '' = not "
-        "produced",
-    )
-    deviceCol = param(
-        "deviceCol",
-        "output column, string: the device that served the row, e.g. 'cuda:1 (address 3)'; '' = not produced",
-    )
     timingCol = param(
         "timingCol",
         f"output column, {TIMING_TYPE}: milliseconds that the row took: waiting for Spark (null for a task's first "
@@ -228,32 +287,16 @@ class HasModel(HasInputCol):
         self._setDefault(
             inputCol="content",
             weights="",
-            batchSize=64,
-            preprocess="",
-            device="auto",
-            dtype="float32",
             decodeThreads=0,
             readPaths=False,
             maxPixels=MAX_PIXELS,
             alpha="white",
-            scaledDecode=0.0,
-            handleInvalid="keep",
-            errorCol="error",
-            deviceCol="",
             timingCol="",
         )
 
     def setInputCol(self, value: str) -> Self:
         """Set `inputCol`."""
         return self._set(inputCol=value)
-
-    def setModel(self, value: str) -> Self:
-        """Set `model`; the next transform reads that source, even if it is the same path as before."""
-        return self._set(model=value)
-
-    def getModel(self) -> str:
-        """The value of `model`."""
-        return str(self.getOrDefault(self.model))
 
     def setWeights(self, value: str) -> Self:
         """Set `weights`."""
@@ -262,38 +305,6 @@ class HasModel(HasInputCol):
     def getWeights(self) -> str:
         """The value of `weights`."""
         return str(self.getOrDefault(self.weights))
-
-    def setBatchSize(self, value: int) -> Self:
-        """Set `batchSize`."""
-        return self._set(batchSize=value)
-
-    def getBatchSize(self) -> int:
-        """The value of `batchSize`."""
-        return int(self.getOrDefault(self.batchSize))
-
-    def setPreprocess(self, value: Preprocess | str) -> Self:
-        """Set `preprocess`: a `gpuml.Preprocess` or its JSON."""
-        return self._set(preprocess=value)
-
-    def getPreprocess(self) -> str:
-        """The value of `preprocess`, JSON; '' stands for the model's own."""
-        return str(self.getOrDefault(self.preprocess))
-
-    def setDevice(self, value: str) -> Self:
-        """Set `device`."""
-        return self._set(device=value)
-
-    def getDevice(self) -> str:
-        """The value of `device`."""
-        return str(self.getOrDefault(self.device))
-
-    def setDtype(self, value: str) -> Self:
-        """Set `dtype`."""
-        return self._set(dtype=value)
-
-    def getDtype(self) -> str:
-        """The value of `dtype`."""
-        return str(self.getOrDefault(self.dtype))
 
     def setDecodeThreads(self, value: int) -> Self:
         """Set `decodeThreads`."""
@@ -327,38 +338,6 @@ class HasModel(HasInputCol):
         """The value of `alpha`."""
         return str(self.getOrDefault(self.alpha))
 
-    def setScaledDecode(self, value: float) -> Self:
-        """Set `scaledDecode`."""
-        return self._set(scaledDecode=value)
-
-    def getScaledDecode(self) -> float:
-        """The value of `scaledDecode`."""
-        return float(self.getOrDefault(self.scaledDecode))
-
-    def setHandleInvalid(self, value: str) -> Self:
-        """Set `handleInvalid`."""
-        return self._set(handleInvalid=value)
-
-    def getHandleInvalid(self) -> str:
-        """The value of `handleInvalid`."""
-        return str(self.getOrDefault(self.handleInvalid))
-
-    def setErrorCol(self, value: str) -> Self:
-        """Set `errorCol`."""
-        return self._set(errorCol=value)
-
-    def getErrorCol(self) -> str:
-        """The value of `errorCol`."""
-        return str(self.getOrDefault(self.errorCol))
-
-    def setDeviceCol(self, value: str) -> Self:
-        """Set `deviceCol`."""
-        return self._set(deviceCol=value)
-
-    def getDeviceCol(self) -> str:
-        """The value of `deviceCol`."""
-        return str(self.getOrDefault(self.deviceCol))
-
     def setTimingCol(self, value: str) -> Self:
         """Set `timingCol`."""
         return self._set(timingCol=value)
@@ -366,3 +345,44 @@ class HasModel(HasInputCol):
     def getTimingCol(self) -> str:
         """The value of `timingCol`."""
         return str(self.getOrDefault(self.timingCol))
+
+
+class HasPreprocess(Params):
+    """Params of a stage whose network takes images of one size."""
+
+    preprocess = param(
+        "preprocess",
+        "how an image becomes the model's input: JSON of a gpuml.Preprocess (the setter takes one as it is); '' = the "
+        "model's own",
+        _preprocess_json,
+    )
+    scaledDecode = param(
+        "scaledDecode",
+        "decode JPEGs at 1/2, 1/4 or 1/8 of their size where each axis keeps at least this many times the pixels that "
+        "preprocess resizes it to: 2 is much faster for photographs of many megapixels, and changes pixels a little; "
+        "0 = at full size",
+        _scaled_decode,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(
+            preprocess="",
+            scaledDecode=0.0,
+        )
+
+    def setPreprocess(self, value: Preprocess | str) -> Self:
+        """Set `preprocess`: a `gpuml.Preprocess` or its JSON."""
+        return self._set(preprocess=value)
+
+    def getPreprocess(self) -> str:
+        """The value of `preprocess`, JSON; '' stands for the model's own."""
+        return str(self.getOrDefault(self.preprocess))
+
+    def setScaledDecode(self, value: float) -> Self:
+        """Set `scaledDecode`."""
+        return self._set(scaledDecode=value)
+
+    def getScaledDecode(self) -> float:
+        """The value of `scaledDecode`."""
+        return float(self.getOrDefault(self.scaledDecode))

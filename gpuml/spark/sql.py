@@ -10,7 +10,7 @@ from pyspark.sql.types import ArrayType, DataType, DoubleType, StringType, Struc
 
 from gpuml.errors import ParamError
 from gpuml.spark import columns
-from gpuml.spark.base import ModelStage
+from gpuml.spark.images import ImageStage
 from gpuml.spark.udf import FIELDS, answer_udf
 
 #: Fields of a stage, as columns of SQL: there is nothing after the function that would make them of other fields.
@@ -23,7 +23,7 @@ _TYPES: dict[str, DataType] = {
 _FORM = "SELECT path, r.* FROM (SELECT path, {name}(content) AS r FROM photos) WHERE r.error IS NULL"
 
 
-def register_udf(spark: SparkSession, name: str, stage: ModelStage) -> Callable[..., Column]:
+def register_udf(spark: SparkSession, name: str, stage: ImageStage) -> Callable[..., Column]:
     """Register a stage as a function of SQL, for one session; it sends the model file there.
 
     The function takes a binary column of encoded images, with ``readPaths`` a string column, and returns a struct whose
@@ -45,7 +45,7 @@ def register_udf(spark: SparkSession, name: str, stage: ModelStage) -> Callable[
     Raises
     ------
     ParamError
-        The name is no identifier, `stage` no stage of gpuml, its `model` unset, or its ``handleInvalid`` ``"skip"``.
+        The name is no identifier, `stage` no stage over images, its `model` unset, or its ``handleInvalid`` ``"skip"``.
     ModelError
         The model cannot be found or used.
 
@@ -56,10 +56,10 @@ def register_udf(spark: SparkSession, name: str, stage: ModelStage) -> Callable[
     """
     if not isinstance(name, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
         raise ParamError(f"register_udf: name={name!r} is no identifier of SQL; give letters, digits and _")
-    if not isinstance(stage, ModelStage):
+    if not isinstance(stage, ImageStage):
         raise ParamError(
-            f"register_udf: stage is a {type(stage).__name__}; give a stage of gpuml, such as ImageClassifier(...). A "
-            f"fitted pipeline has its own in pipeline.stages"
+            f"register_udf: stage is a {type(stage).__name__}; give a stage of gpuml over images, such as "
+            f"ImageClassifier(...). A fitted pipeline has its own in pipeline.stages"
         )
     if stage.getHandleInvalid() == "skip":
         raise ParamError(

@@ -12,7 +12,7 @@ from pyspark.ml.param.shared import HasOutputCol, HasPredictionCol, HasProbabili
 
 from gpuml.errors import ParamError
 from gpuml.spark import columns
-from gpuml.spark.base import ModelStage
+from gpuml.spark.images import PixelStage
 from gpuml.spark.params import HasLabels, at_least, param
 from gpuml.spec import OUTPUT, Preprocess
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class ImageClassifier(ModelStage, HasLabels, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
+class ImageClassifier(PixelStage, HasLabels, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
     """Classifies images in a column with a PyTorch model, each task on its own GPU.
 
     Adds ``prediction`` (double index), ``predictedLabel`` (string), ``probability`` (Vector) and ``error`` (string);
@@ -135,7 +135,7 @@ class ImageClassifier(ModelStage, HasLabels, HasPredictionCol, HasProbabilityCol
         return self.getLabels()
 
     def _of_kind(self) -> dict[str, Any]:
-        return {"top_k": self.getTopK()}
+        return {**super()._of_kind(), "top_k": self.getTopK()}
 
     def _own_columns(self) -> dict[str, tuple[str, str]]:
         return {
@@ -147,7 +147,7 @@ class ImageClassifier(ModelStage, HasLabels, HasPredictionCol, HasProbabilityCol
         }
 
 
-class ImageFeaturizer(ModelStage, HasOutputCol):
+class ImageFeaturizer(PixelStage, HasOutputCol):
     """Turns images in a column into vectors, for a learner of Spark's: what a network knows before it classifies.
 
     Adds ``features`` (Vector) and ``featuresError`` (string); all input columns pass through. The row of an image that
@@ -244,7 +244,7 @@ class ImageFeaturizer(ModelStage, HasOutputCol):
             )
 
     def _of_kind(self) -> dict[str, Any]:
-        return {"normalize": self.getNormalize()}
+        return {**super()._of_kind(), "normalize": self.getNormalize()}
 
     def _own_columns(self) -> dict[str, tuple[str, str]]:
         return {"outputCol": (self.getOutputCol(), "features")}

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from gpuml.errors import DeviceMemoryError
-from gpuml.models.file import Card, load
+from gpuml.models.cards import Card
+from gpuml.models.file import load
 
 #: Networks held per process; the least recently used goes first. pyspark's own model cache holds three as well.
 CAPACITY = 3

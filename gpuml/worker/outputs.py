@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpuml.errors import RowError
-from gpuml.models.file import Card
+from gpuml.models.cards import Card
 from gpuml.spec import Spec
 from gpuml.worker.runner import Scores
 from gpuml.worker.timing import STAGES

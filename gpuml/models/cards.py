@@ -1,0 +1,119 @@
+"""What a model file says of its network: the card, ``gpuml.json``, among its archive's extra files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from gpuml.errors import ModelError, ModelFileError
+from gpuml.spec import ACTIVATIONS, Preprocess
+from gpuml.version import __version__
+
+#: The card's name among the extra files.
+CARD = "gpuml.json"
+FORMAT = 1
+MEMORY_FORMATS = ("channels_last", "contiguous")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a model file says of a network from pixels to numbers: a classifier's, a featurizer's.
+
+    Parameters
+    ----------
+    preprocess : how an image becomes the input.
+    width : columns of the output, which has shape (batch, width).
+    labels : one name per column, or none.
+    activation : ``"softmax"``, ``"sigmoid"`` or ``"none"``: what turns the output into probabilities.
+    memory_format : ``"channels_last"`` or ``"contiguous"``: the memory that weights and rows lie in when it runs.
+    gpuml, torch : versions that wrote the file.
+    format : version of this card.
+
+    Raises
+    ------
+    ModelError
+        The parts do not fit one another.
+    """
+
+    preprocess: Preprocess
+    width: int
+    labels: tuple[str, ...] = ()
+    activation: str = "softmax"
+    memory_format: str = "channels_last"
+    gpuml: str = __version__
+    torch: str = torch.__version__
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if type(self.width) is not int or self.width < 1:
+            raise ModelError(f"a model with {self.width!r} outputs has nothing to predict")
+        if self.labels and len(self.labels) != self.width:
+            raise ModelError(
+                f"{len(self.labels)} labels for a model with {self.width} outputs; give one label per output, in order"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ModelError(f"activation={self.activation!r} is none of {', '.join(ACTIVATIONS)}")
+        if self.memory_format not in MEMORY_FORMATS:
+            raise ModelError(f"memory_format={self.memory_format!r} is none of {', '.join(MEMORY_FORMATS)}")
+        if self.activation == "softmax" and self.width == 1:
+            raise ModelError(
+                "softmax over one output is always 1. Give the network two outputs; or use activation='sigmoid' or "
+                "'none' and compare probability with a threshold of yours: of one class, prediction is always 0"
+            )
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Card:
+        """From the values of its JSON."""
+        values["preprocess"] = Preprocess.from_dict(values["preprocess"])
+        values["labels"] = checked_labels(values["labels"])
+        return cls(**values)
+
+
+#: What a file's network takes and gives -> the class of its card.
+KINDS: dict[str, type[Card]] = {"images": Card}
+
+
+def to_json(card: Card) -> str:
+    (kind,) = (name for name, of_kind in KINDS.items() if type(card) is of_kind)
+    return json.dumps({"kind": kind, **asdict(card)}, sort_keys=True)
+
+
+def from_json(text: str | bytes) -> Card:
+    """The card in a model file.
+
+    Raises
+    ------
+    ModelFileError
+        It is damaged, or of a later gpuml.
+    """
+    try:
+        values = json.loads(text)
+        if type(values["format"]) is not int or not all(isinstance(values[key], str) for key in ("gpuml", "torch")):
+            raise TypeError("its format is no integer, or a version no text")
+        kind = values.pop("kind", "images")
+        if values["format"] > FORMAT or kind not in KINDS:
+            raise ModelFileError(
+                f"the model file's card has format {values['format']} and kind {kind!r}, written by gpuml "
+                f"{values['gpuml']}; gpuml {__version__} reads up to {FORMAT} of {', '.join(KINDS)}: upgrade gpuml"
+            )
+        return KINDS[kind].of(values)
+    except ModelFileError:
+        raise
+    except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
+        raise ModelFileError(f"the model file's card {CARD} is damaged: {type(error).__name__}: {error}") from error
+
+
+def checked_labels(labels: Any) -> tuple[str, ...]:
+    """Labels as a tuple. A dict, a set or one text would give as many names, and wrong ones."""
+    if isinstance(labels, (str, bytes)) or not isinstance(labels, Sequence):
+        raise ModelError(f"labels={labels!r} is a {type(labels).__name__}; give a list of names, in the outputs' order")
+    for label in labels:
+        if not isinstance(label, str):
+            raise ModelError(f"labels: {label!r} is a {type(label).__name__}; give each name as text")
+        if not label.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in label):
+            raise ModelError(f"labels: {label!r} holds half of a surrogate pair, which no column of text can")
+    return tuple(labels)
