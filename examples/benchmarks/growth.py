@@ -129,29 +129,30 @@ def partitions(bench: Bench) -> Table:
 
 
 def tasks(bench: Bench) -> Table:
-    """Tasks of one image each, and what they cost without gpuml, and without its gc.freeze."""
+    """Tasks of one image each, and what they cost without gpuml, through TCP, and without gpuml's gc.freeze."""
     count = bench.images(1200) // 10
-    bench.start()
-    usual = bench.work(count, count)
-    with mock.patch.object(udf, "_score", unfrozen(udf._score)):
-        never_frozen = bench.work(count, count)
     table = Table(
         f"Cost of a task: {count} tasks of one image",
-        ["What runs", "Seconds", "CPU-ms", "Wall time x cores / tasks, ms"],
+        ["What runs", "Sockets", "Seconds", "CPU-ms", "Wall time x cores / tasks, ms"],
     )
-    # In this order: the first is to find workers without torch, and the last one changes them.
-    works = {
-        "a UDF that does nothing": nothing(bench, count, freeze=False),
-        "the same after gc.freeze": nothing(bench, count, freeze=True),
-        "gpuml": usual,
-        "gpuml without gc.freeze": never_frozen,
-    }
-    for name, work in works.items():
-        work.run()
-        passes = [work.run() for _ in range(bench.rounds(3) if work is usual else 1)]
+
+    def measure(name: str, sockets: str, work: Work, rounds: int, bound: float | None = None) -> None:
+        for _ in range(min(rounds, 3)):  # the JVM's compiler is at work for some seconds
+            work.run()
+        passes = [work.run() for _ in range(rounds)]
         cost = statistics.median(1000 * bench.cores * one.seconds / count for one in passes)
-        figure = Verdict(cost, "at most", 70, ".1f") if work is usual else f"{cost:.1f}"
-        table.rows.append([name, f"{spread([one.seconds for one in passes]):.2f}", shown(passes)[1], figure])
+        figure = Verdict(cost, "at most", bound, ".1f") if bound else f"{cost:.1f}"
+        table.rows.append([name, sockets, f"{spread([one.seconds for one in passes]):.2f}", shown(passes)[1], figure])
+
+    for sockets in ("TCP", "Unix"):
+        bench.start(sockets == "Unix")
+        # In this order: the first is to find workers without torch, and the last one changes them.
+        measure("a UDF that does nothing", sockets, nothing(bench, count, freeze=False), bench.rounds(5))
+        measure("the same after gc.freeze", sockets, nothing(bench, count, freeze=True), bench.rounds(5))
+        measure("gpuml", sockets, bench.work(count, count), bench.rounds(5), 70)
+    with mock.patch.object(udf, "_score", unfrozen(udf._score)):
+        never_frozen = bench.work(count, count)
+    measure("gpuml without gc.freeze", "Unix", never_frozen, 1)
     return table
 
 
@@ -169,6 +170,7 @@ def nothing(bench: Bench, count: int, freeze: bool) -> Work:
 
     session = SparkSession.getActiveSession()
     assert session is not None
+    configure(SETTINGS["gpu_conf"])
     frame = session.read.parquet(str(bench.folder(count, count))).select(zeros("content"))
 
     def job(collect: bool) -> dict[int, int]:

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from bench import data, tree
 from bench.report import Pass
 from bench.serve import Job, Setting
-from bench.spark_peers import BATCH, frame_of, gpuml
+from bench.spark_peers import BATCH, UNIX_SOCKETS, frame_of, gpuml
 from gpuml import gpu_conf
 
 NETWORK = "pooled"
@@ -85,12 +85,12 @@ class Bench:
         assert partitions == tasks, f"{setting.data}: {partitions} partitions, not {tasks}"
         return Work(images, tasks, job)
 
-    def start(self) -> SparkSession:
-        """A session with Spark's own settings and new workers."""
+    def start(self, unix_sockets: bool = True) -> SparkSession:
+        """A session with Spark's own settings, but for its sockets, and new workers."""
         if (session := SparkSession.getActiveSession()) is not None:
             session.stop()
         setting = Setting(NETWORK, str(self.folder(8, 8)), str(self.root / "models"), self.cores)
-        return frame_of(setting, {}).sparkSession
+        return frame_of(setting, {UNIX_SOCKETS: str(unix_sockets).lower()}).sparkSession
 
 
 def configure(settings: dict[str, str]) -> None:

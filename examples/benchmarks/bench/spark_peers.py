@@ -22,6 +22,9 @@ BATCH = 64
 
 OUTPUTS = StructType([StructField("prediction", FloatType()), StructField("probability", ArrayType(FloatType()))])
 
+#: Rows go to Python through Unix sockets, not TCP: a setting of the session's start, of Spark 4.1 and later.
+UNIX_SOCKETS = "spark.python.unix.domain.socket.enabled"
+
 
 def frame_of(setting: Setting, conf: dict[str, str] | None = None) -> DataFrame:
     """The images, in a local session that is made at the first call: each peer has its own process, and so its own.
@@ -34,6 +37,7 @@ def frame_of(setting: Setting, conf: dict[str, str] | None = None) -> DataFrame:
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.log.level": "ERROR",
+        UNIX_SOCKETS: "true",
         **(gpu_conf(BATCH) if conf is None else conf),
     }
     spark = SparkSession.builder.master(f"local[{setting.cores}]").config(map=settings).getOrCreate()
