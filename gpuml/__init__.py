@@ -20,8 +20,10 @@ if TYPE_CHECKING:
         RowError,
         TensorError,
     )
+    from gpuml.models.detection import save_detector
     from gpuml.models.file import save_model
     from gpuml.spark.conf import gpu_conf
+    from gpuml.spark.detector import ObjectDetector
     from gpuml.spark.sql import register_udf
     from gpuml.spark.stages import ImageClassifier, ImageFeaturizer
     from gpuml.spark.tensors import reduce_blocks, tensor_udf
@@ -35,6 +37,7 @@ __all__ = [
     "ImageFeaturizer",
     "ModelError",
     "ModelFileError",
+    "ObjectDetector",
     "ParamError",
     "Preprocess",
     "RowError",
@@ -43,6 +46,7 @@ __all__ = [
     "gpu_conf",
     "reduce_blocks",
     "register_udf",
+    "save_detector",
     "save_model",
     "tensor_udf",
 ]
@@ -50,10 +54,12 @@ __all__ = [
 _HOMES = {
     "ImageClassifier": "gpuml.spark.stages",
     "ImageFeaturizer": "gpuml.spark.stages",
+    "ObjectDetector": "gpuml.spark.detector",
     "Preprocess": "gpuml.spec",
     "gpu_conf": "gpuml.spark.conf",
     "reduce_blocks": "gpuml.spark.tensors",
     "register_udf": "gpuml.spark.sql",
+    "save_detector": "gpuml.models.detection",
     "save_model": "gpuml.models.file",
     "tensor_udf": "gpuml.spark.tensors",
     **dict.fromkeys(

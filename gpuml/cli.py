@@ -20,7 +20,7 @@ from gpuml.errors import GpumlError, ModelError
 from gpuml.version import __version__
 
 if TYPE_CHECKING:
-    from gpuml.models.cards import Card
+    from gpuml.models.cards import AnyCard
     from gpuml.models.prune import Entry
 
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -116,6 +116,7 @@ def _show(options: argparse.Namespace) -> None:
     if wanted not in (None, sha256):
         raise ModelError(f"{path} is damaged: its sha256 is {sha256}; when a stage asks for it, it is made again")
 
+    from gpuml.models.cards import Card
     from gpuml.models.file import kind_and_card  # seconds, for torch
 
     kind, card = kind_and_card(path)
@@ -126,10 +127,13 @@ def _show(options: argparse.Namespace) -> None:
             ("kind", kind),
             ("sha256", sha256),
             ("size", f"{_bytes(size)} ({size} bytes)"),
-            ("outputs", str(card.width)),
+            ("outputs", _outputs(card)),
             ("labels", f"{len(card.labels)}: {_labels(card)}" if card.labels else "none"),
-            ("activation", card.activation),
-            ("preprocess", repr(card.preprocess)),
+            *(
+                (("activation", card.activation), ("preprocess", repr(card.preprocess)))
+                if isinstance(card, Card)
+                else ()
+            ),
             ("memory format", card.memory_format),
             ("written by", f"gpuml {card.gpuml}, torch {card.torch}, format {card.format}"),
         ]
@@ -186,7 +190,7 @@ def _summary(entry: Entry) -> tuple[str, str]:
         card = read_card(entry.path)
     except ModelFileError:
         return "", "damaged, or of another version: models show says more"
-    return str(card.width), _labels(card)
+    return _outputs(card), _labels(card)
 
 
 def _origin(path: Path) -> str:
@@ -197,7 +201,13 @@ def _origin(path: Path) -> str:
         return "an unknown URL"
 
 
-def _labels(card: Card) -> str:
+def _outputs(card: AnyCard) -> str:
+    from gpuml.models.cards import DetectionCard
+
+    return "boxes" if isinstance(card, DetectionCard) else str(card.width)
+
+
+def _labels(card: AnyCard) -> str:
     if not card.labels:
         return "none"
     return ", ".join(label[:40] for label in card.labels[:_LABELS]) + (", ..." if len(card.labels) > _LABELS else "")

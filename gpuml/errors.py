@@ -50,7 +50,7 @@ ROW_ERROR_KINDS = (
     "too_large",  # more pixels than maxPixels, more than memory or the decoder takes, or a file over 2 GiB
     "bad_struct",  # an image struct whose lengths or mode do not fit
     "io",  # the file of a path or a URL could not be read
-    "bad_value",  # the image was read, but the model gave NaN for it
+    "bad_value",  # the image was read, but the model gave NaN for it, or cannot take it
 )
 
 

@@ -140,6 +140,7 @@ class Spec:
     outputs : names of the output fields to produce (see `gpuml.worker.outputs`).
     top_k : how many labels in the top-k output.
     normalize : whether features have Euclidean length 1.
+    score_threshold : boxes of a lower score are left out.
     labels, preprocess : of a ``python:`` model alone, which has no card.
     """
 
@@ -155,6 +156,7 @@ class Spec:
     outputs: tuple[str, ...] = ()
     top_k: int = 5
     normalize: bool = False
+    score_threshold: float = 0.0
     labels: tuple[str, ...] = ()
     preprocess: Preprocess | None = None
 

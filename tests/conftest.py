@@ -50,6 +50,24 @@ class Pooled(nn.Module):
         return self.linear(x.mean((2, 3)))
 
 
+class Corner(nn.Module):
+    """A detector: the upper left quarter of each picture, its score the mean of the pixels."""
+
+    def __init__(self, label: int = 1, noise: float = 0.0):
+        super().__init__()
+        self.label = label
+        self.noise = noise
+
+    def forward(self, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        made: list[dict[str, torch.Tensor]] = []
+        for image in images:
+            height, width = image.shape[1] / 2, image.shape[2] / 2
+            mean = image.mean().reshape(1) + self.noise * torch.rand(1)
+            box = torch.tensor([[0.0, 0.0, width, height]])
+            made.append({"boxes": box, "labels": torch.tensor([self.label]), "scores": mean})
+        return made
+
+
 @pytest.fixture(autouse=True, scope="session")
 def cache_home(tmp_path_factory):
     """The suite never touches the user's own cache."""

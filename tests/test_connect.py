@@ -12,11 +12,11 @@ PRELUDE = """
 import pathlib
 import sys
 import pytest
-from conftest import PLAIN, Pooled, encoded
+from conftest import PLAIN, Corner, Pooled, encoded
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import LogisticRegression
 from pyspark.sql import SparkSession, functions as F
-from gpuml import ImageClassifier, ParamError, reduce_blocks, register_udf, save_model, tensor_udf
+from gpuml import ImageClassifier, ObjectDetector, ParamError, reduce_blocks, register_udf, save_model, tensor_udf
 
 folder = sys.argv[1]
 spark = SparkSession.builder.remote("local[2]").getOrCreate()
@@ -105,6 +105,13 @@ fitted.write().overwrite().save(folder + "/fitted")
 fitted.write().overwrite().save(folder + "/fitted")
 again = PipelineModel.load(folder + "/fitted")
 assert again.transform(frame).select("id", "p2").orderBy("id").collect() == wanted
+
+detector = ObjectDetector.from_module(Corner(), labels=["none", "corner"], scoreThreshold=0.0)
+found = detector.transform(frame.where("id < 4")).orderBy("id").collect()
+wanted = detector.predict(data[:4])
+assert [r.detections and [box.asDict() for box in r.detections] for r in found] == wanted.detections.tolist()
+assert [r.detectionsError for r in found] == wanted.detectionsError.tolist()
+assert found[0].detections[0].label == "corner"
 
 numbers = spark.range(0, 20, numPartitions=3).select("id", (F.col("id") / 4).alias("x"))
 udf = tensor_udf(lambda state, id, x: {"a": id + state, "b": x * 4}, "a bigint, b double", setup=lambda device: 5)

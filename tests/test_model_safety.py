@@ -666,6 +666,8 @@ def test_torchscript_pickle_with_an_unknown_class_is_refused(
         ("return __torch__.torch.classes.thing.Thing().go()", "C++ class of torch.classes"),
         ("return ops.mylib.go(input)", "no harmless operators in 'mylib'"),
         ("return ops.prim.ConstantMKLDNNTensor()", "prim::ConstantMKLDNNTensor"),
+        ("return ops.prim.tolist(input, 1, 0)", "prim::tolist"),
+        ('return getattr(input, "tolist")()', "prim::tolist"),
         ("return torch.manual_seed(1)", "changes global state"),
         ("return torch.no_such_operator(input)", "does not have"),
         ("return fork(self.forward, input)", "calls 'fork'"),

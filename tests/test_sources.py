@@ -190,8 +190,8 @@ def test_a_wrong_zoo_name_is_refused_with_names_to_paste():
     assert "'torchvision:resnet50'" in message
 
 
-def test_names_of_detection_models_are_refused():
-    assert "no classification model" in refusal("torchvision:fasterrcnn_resnet50_fpn", "none")
+def test_names_of_detection_models_are_refused_naming_their_stage():
+    assert "ObjectDetector(model='torchvision:fasterrcnn" in refusal("torchvision:fasterrcnn_resnet50_fpn", "none")
 
 
 def test_an_unknown_weights_name_lists_those_there_are():
@@ -202,9 +202,9 @@ def test_an_unknown_weights_name_lists_those_there_are():
 
 def test_weights_of_another_network_are_not_taken_for_its_namesakes():
     assert "ResNet18_Weights.IMAGENET1K_V1" in refusal("torchvision:resnet50", "ResNet18_Weights.IMAGENET1K_V1")
-    entry = zoo_torchvision._weights_entry("resnet50", "ResNet50_Weights.IMAGENET1K_V1")
-    assert entry is zoo_torchvision._weights_entry("resnet50", "IMAGENET1K_V1")
-    assert zoo_torchvision._weights_entry("resnet50", "").name == "IMAGENET1K_V2"
+    entry = zoo_torchvision.weights_entry("resnet50", "ResNet50_Weights.IMAGENET1K_V1")
+    assert entry is zoo_torchvision.weights_entry("resnet50", "IMAGENET1K_V1")
+    assert zoo_torchvision.weights_entry("resnet50", "").name == "IMAGENET1K_V2"
 
 
 def test_labels_that_do_not_fit_published_weights_are_refused_before_the_download(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -73,16 +73,71 @@ class Card:
         return cls(**values)
 
 
+@dataclass(frozen=True)
+class DetectionCard:
+    """What a model file says of a network from pictures to boxes.
+
+    Its network takes a list of float32 pictures (3, height, width), 0..1, each of its own size. It gives as many dicts
+    of ``boxes`` float (n, 4), pixels of that picture, ``labels`` int64 (n,) and ``scores`` float (n,).
+
+    Parameters
+    ----------
+    labels : one name per number that the network gives as a label, from 0 on; or none.
+    gpuml, torch, format : as a `Card`'s.
+    """
+
+    labels: tuple[str, ...] = ()
+    gpuml: str = __version__
+    torch: str = torch.__version__
+    format: int = FORMAT
+
+    #: That of its pictures.
+    memory_format: ClassVar[str] = "contiguous"
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> DetectionCard:
+        """From the values of its JSON."""
+        values["labels"] = checked_labels(values["labels"])
+        return cls(**values)
+
+
+AnyCard = Card | DetectionCard
+
+_AnyCard = TypeVar("_AnyCard", Card, DetectionCard)
+
 #: What a file's network takes and gives -> the class of its card.
-KINDS: dict[str, type[Card]] = {"images": Card}
+KINDS: dict[str, type[AnyCard]] = {"images": Card, "detection": DetectionCard}
+
+#: Which stages run it.
+STAGES = {"images": "ImageClassifier or ImageFeaturizer", "detection": "ObjectDetector"}
 
 
-def to_json(card: Card) -> str:
-    (kind,) = (name for name, of_kind in KINDS.items() if type(card) is of_kind)
-    return json.dumps({"kind": kind, **asdict(card)}, sort_keys=True)
+def checked_kind(card: AnyCard, wanted: type[_AnyCard], what: str) -> _AnyCard:
+    """The card, if it is of the kind that the user's stage runs; errors call its file `what`.
+
+    Raises
+    ------
+    ModelError
+        Naming the stage that runs it.
+    """
+    if isinstance(card, wanted):
+        return card
+    takes = {Card: "pixels of one size", DetectionCard: "pictures, and gives boxes"}[type(card)]
+    raise ModelError(
+        f"{what} is a network that takes {takes}: {STAGES[kind_of(type(card))]} runs it, not {STAGES[kind_of(wanted)]}"
+    )
 
 
-def from_json(text: str | bytes) -> Card:
+def kind_of(card: type[AnyCard]) -> str:
+    (kind,) = (name for name, of_kind in KINDS.items() if card is of_kind)
+    return kind
+
+
+def to_json(card: AnyCard) -> str:
+    return json.dumps({"kind": kind_of(type(card)), **asdict(card)}, sort_keys=True)
+
+
+def from_json(text: str | bytes) -> AnyCard:
     """The card in a model file.
 
     Raises

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gpuml.errors import ModelError
 from gpuml.models import store
-from gpuml.models.cards import Card
+from gpuml.models.cards import Card, checked_kind
 from gpuml.models.export import checked_width, export, memory_format, plain_torch, sample_rows
 from gpuml.models.file import open_program, write
 from gpuml.spec import OUTPUT
@@ -55,7 +55,8 @@ def features_of(sha256: str, layer: str) -> str:
 def save_features(source: Path, layer: str, path: Path) -> None:
     """Write the model file of a layer's features; parameters and errors as of `features_of`."""
     with plain_torch():
-        kind, card, program = open_program(source)
+        kind, found, program = open_program(source)
+        card = checked_kind(found, Card, f"layer={layer!r}: the model file")
         if kind == "torchscript":
             raise ModelError(
                 f"layer={layer!r}: the network is TorchScript, which cannot be cut at a layer. Write it with "

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpuml.errors import ModelError, ModelFileError
 from gpuml.models import cards
-from gpuml.models.cards import CARD, Card, checked_labels
+from gpuml.models.cards import CARD, AnyCard, Card, checked_kind, checked_labels
 from gpuml.models.export import (
     ONE_AT_A_TIME,
     checked_width,
@@ -93,7 +93,7 @@ def save_model(
         write(program, path, card)
 
 
-def read_card(path: str | os.PathLike[str]) -> Card:
+def read_card(path: str | os.PathLike[str]) -> AnyCard:
     """The card of a model file, after its archive was checked; nothing else is read.
 
     Raises
@@ -104,12 +104,12 @@ def read_card(path: str | os.PathLike[str]) -> Card:
     return kind_and_card(path)[1]
 
 
-def find_card(path: str | os.PathLike[str]) -> Card | None:
+def find_card(path: str | os.PathLike[str]) -> AnyCard | None:
     """`read_card`, but None for a safe archive of torch's that has no card of ours."""
     return _checked(path)[1]
 
 
-def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[Tensor], Tensor], Card]:
+def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[..., Any], AnyCard]:
     """The network of a model file on a device, weights in the memory format of its card, and that card.
 
     Raises
@@ -134,7 +134,7 @@ def load(path: str | os.PathLike[str], device: torch.device) -> tuple[Callable[[
     return network, card
 
 
-def kind_and_card(path: str | os.PathLike[str]) -> tuple[str, Card]:
+def kind_and_card(path: str | os.PathLike[str]) -> tuple[str, AnyCard]:
     """``"export"`` or ``"torchscript"``, and the card of a model file; raises as `read_card`."""
     kind, card = _checked(path)
     if card is None:
@@ -145,7 +145,7 @@ def kind_and_card(path: str | os.PathLike[str]) -> tuple[str, Card]:
     return kind, card
 
 
-def _checked(path: str | os.PathLike[str]) -> tuple[str, Card | None]:
+def _checked(path: str | os.PathLike[str]) -> tuple[str, AnyCard | None]:
     """The kind of an archive, as `check_archive` has it, and its card if it has one."""
     try:
         kind = check_archive(path)
@@ -200,7 +200,8 @@ def rewrite(
         The network does not take inputs of the size of the preprocess, mixes rows, has a fixed batch, gives anything
         but (batch, classes), or does not fit the labels; or there is no preprocess.
     """
-    kind, card = _checked(source)
+    kind, found = _checked(source)
+    card = None if found is None else checked_kind(found, Card, os.fspath(source))
     if preprocess is None and card is None:
         raise ModelError(
             f"{os.fspath(source)} does not say how an image becomes its input: give preprocess=, for example "
@@ -231,13 +232,13 @@ def rewrite(
         write(program, Path(path), new)
 
 
-def open_program(path: str | os.PathLike[str]) -> tuple[str, Card, Any]:
+def open_program(path: str | os.PathLike[str]) -> tuple[str, AnyCard, Any]:
     """``"export"`` or ``"torchscript"``, the card, and the exported program or script module; raises as `read_card`."""
     kind, card = kind_and_card(path)
     return kind, card, _open(path, kind, torch.device("cpu"))
 
 
-def write(program: Any, path: Path, card: Card) -> None:
+def write(program: Any, path: Path, card: AnyCard) -> None:
     """One archive, then renamed into place. Its inner name is fixed, so that equal content hashes equally."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gpuml-") as folder:

@@ -34,7 +34,7 @@ _PRIVATE = re.compile(
     r"|_fft_(c2c|c2r|r2c)|_fused_rms_norm|_infer_size|_linalg_(eigh|svd)|_list_to_tensor|_local_scalar_dense"
     r"|_(log_|safe_)?softmax|_native_batch_norm_legit(_no_training)?|_native_multi_head_attention|_prelu_kernel"
     r"|_reshape_alias|_scaled_dot_product_(attention_math|efficient_attention|flash_attention(_for_cpu)?)|_set_item"
-    r"|_shape_as_tensor|_tensor_to_list|_to_copy|_transformer_encoder_layer_fwd|_unsafe_view|_unwrap_optional"
+    r"|_shape_as_tensor|_tensor_to_list|_to_copy|_transformer_encoder_layer_fwd|_unique2|_unsafe_view|_unwrap_optional"
     r"|_upsample_(bicubic2d_aa|bilinear2d_aa|nearest_exact[12]d)|_weight_norm(_interface)?|__.*"
 )
 

@@ -44,6 +44,10 @@ _TOKEN = re.compile(
 #: Words of TorchScript that start other threads or write to the worker's output.
 _REFUSED_WORDS = frozenset(("fork", "awaitable", "print"))
 
+#: Methods that are harmless as methods alone. ``x.tolist()`` is typed by its annotation, and looks at the tensor's type
+#: and dimensions when it runs; ``ops.prim.tolist(x, 1, 0)`` is taken to give nothing, and leaves a list on the stack.
+_METHODS = frozenset(("tolist",))
+
 #: What torch.jit.save's pickler writes. Others have a meaning of their own to one of the two readers.
 _OPCODES = re.compile(
     r"PROTO|STOP|MARK|NONE|NEWTRUE|NEWFALSE|BININT[12]?|LONG1|BINFLOAT|BINUNICODE|(EMPTY_)?(TUPLE|LIST|DICT)|TUPLE[123]"
@@ -123,6 +127,8 @@ def _refuse_token(tokens: list[str], i: int) -> str | None:
     name = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), token.strip('"')) if string else token
     if (string or tokens[i - 1] == ".") and re.fullmatch(r"\w+", name, re.ASCII):
         # Below a path's root: a module's attribute, or an operator called as a method. Both are fine unless refused.
+        if name in _METHODS and not string:
+            return None
         if torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
             return refuse_operator("aten", name)
         if torch._C._jit_get_schemas_for_operator(f"prim::{name}"):

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from gpuml.errors import ModelError
 from gpuml.models import store, zoo_huggingface, zoo_timm, zoo_torchvision
 from gpuml.models.bundle import is_bundle, unpack
+from gpuml.models.cards import Card, checked_kind
 from gpuml.models.fetch import fetch
 from gpuml.models.file import find_card, rewrite, save_model
 from gpuml.models.found import Found
@@ -48,22 +50,30 @@ def resolve(model: str, weights: str = "", labels: Sequence[str] = (), preproces
     """
     for prefix, find in ZOOS.items():
         if model.startswith(prefix):
-            if not _is_http(weights):
-                return _from_zoo(model, find(model.removeprefix(prefix), weights, labels), labels, preprocess)
-            file = fetch(weights)
-            with named(file, _shown(weights)):
-                return _from_zoo(model, find(model.removeprefix(prefix), str(file), labels), labels, preprocess)
+            with local_weights(weights) as near:
+                return _from_zoo(model, find(model.removeprefix(prefix), near, labels), labels, preprocess)
     if weights:
         raise ModelError(
             f"weights={_shown(weights)!r} go with a zoo's name such as 'torchvision:resnet50', not "
             f"model={_shown(model)!r}"
         )
+    return from_place(model, partial(_from_file, labels=labels, preprocess=preprocess))
+
+
+def from_place(model: str, take: Callable[..., str]) -> str:
+    """What ``take(path, sha256=..., add=...)`` makes of the file that a source of no zoo names, as `_from_file` does.
+
+    Raises
+    ------
+    ModelError
+        The source is unknown, or cannot be read.
+    """
     if match := re.fullmatch(r"sha256:([0-9a-f]{64})", model):
-        return _from_file(store.path_of(match[1]), labels, preprocess, sha256=match[1])
+        return take(store.path_of(match[1]), sha256=match[1])
     if _is_http(model):
         file = fetch(model)
         with named(file, _shown(model)):
-            return _from_file(file, labels, preprocess, add=store.add_copy)
+            return take(file, add=store.add_copy)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", model) and not model.startswith("file:/"):
         prefix, _, rest = model.partition(":")
         close = difflib.get_close_matches(f"{prefix.lower()}:", ZOOS, n=1, cutoff=0.7)
@@ -84,7 +94,7 @@ def resolve(model: str, weights: str = "", labels: Sequence[str] = (), preproces
         )
     with store.incoming() as copy, named(copy, str(path)):
         shutil.copyfile(path, copy)  # what is checked is what is read, whoever may write to the path meanwhile
-        return _from_file(copy, labels, preprocess)
+        return take(copy)
 
 
 @contextmanager
@@ -96,9 +106,20 @@ def named(file: Path, name: str) -> Iterator[None]:
         raise type(error)(str(error).replace(str(file), name)) from error
 
 
+@contextmanager
+def local_weights(weights: str) -> Iterator[str]:
+    """A ``weights`` Param as a zoo takes it: a URL is downloaded, and errors speak of it."""
+    if not _is_http(weights):
+        yield weights
+        return
+    file = fetch(weights)
+    with named(file, _shown(weights)):
+        yield str(file)
+
+
 def _from_zoo(model: str, found: Found, labels: Sequence[str], preprocess: Preprocess | None) -> str:
     """A zoo's model, exported once per key, labels, preprocessing and versions."""
-    request = _request(found.key, labels, preprocess)
+    request = request_of(found.key, labels, preprocess)
     if known := store.recall(request):
         return known
     built = found.build()
@@ -129,12 +150,13 @@ def _from_file(
             names = unpack(path, network)
             with named(network, f"the network in {path}"):
                 return _from_file(network, labels or names, preprocess)
-    card = find_card(path)
+    found = find_card(path)
+    card = None if found is None else checked_kind(found, Card, str(path))
     if card is not None and card == replace(
         card, labels=tuple(labels) or card.labels, preprocess=preprocess or card.preprocess
     ):
         return sha256 or add(path)
-    request = _request({"file": sha256 or store.hash_of(path)}, labels, preprocess)
+    request = request_of({"file": sha256 or store.hash_of(path)}, labels, preprocess)
     if known := store.recall(request):
         return known
     with store.incoming() as new:
@@ -144,7 +166,7 @@ def _from_file(
     return sha256
 
 
-def _request(key: dict[str, object], labels: Sequence[str], preprocess: Preprocess | None) -> dict[str, object]:
+def request_of(key: dict[str, object], labels: Sequence[str], preprocess: Preprocess | None) -> dict[str, object]:
     """What the index knows a model file by: all that shapes it."""
     return {
         **key,

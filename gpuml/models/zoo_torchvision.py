@@ -29,10 +29,12 @@ def find(name: str, weights: str, labels: Sequence[str]) -> Found:
     ModelError
         There is no such model, or no such weights; or labels of another number than the weights' outputs.
     """
+    if name in detection_names():
+        raise ModelError(f"model='{PREFIX}{name}' finds objects: ObjectDetector(model='{PREFIX}{name}')")
     if name not in names():
         raise ModelError(f"torchvision has no classification model {name!r}.{did_you_mean(PREFIX, name, names())}")
     path = weights_path(weights)
-    entry = None if path or weights == "none" else _weights_entry(name, weights)
+    entry = None if path or weights == "none" else weights_entry(name, weights)
     about = entry or torchvision.models.get_model_weights(name)["DEFAULT"]
     categories = about.meta["categories"]
     if entry and labels and len(labels) != len(categories):  # before a download of hundreds of MB
@@ -55,7 +57,7 @@ def find(name: str, weights: str, labels: Sequence[str]) -> Found:
 def network(name: str, entry: Any, path: Path | None, classes: int) -> nn.Module:
     """The network with the weights of an entry, of a file, or random."""
     if entry is not None:
-        return _downloaded(name, entry)
+        return downloaded(name, entry)
     state = None if path is None else state_dict(path)
     arguments: dict[str, Any] = {"num_classes": classes}
     if name in ("googlenet", "inception_v3"):
@@ -72,7 +74,8 @@ def network(name: str, entry: Any, path: Path | None, classes: int) -> nn.Module
     return net
 
 
-def _downloaded(name: str, entry: Any) -> nn.Module:
+def downloaded(name: str, entry: Any) -> nn.Module:
+    """A network with the weights of an entry, from torch's cache or the web."""
     try:
         with plain_torch(), no_code():
             net: nn.Module = torchvision.models.get_model(name, weights=entry)
@@ -91,7 +94,7 @@ def _cached(entry: Any) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
 
 
-def _weights_entry(name: str, weights: str) -> Any:
+def weights_entry(name: str, weights: str) -> Any:
     """An entry of the zoo's weights: "" is its best."""
     entries = torchvision.models.get_model_weights(name)
     short = weights.removeprefix(f"{entries.__name__}.") or "DEFAULT"
@@ -119,3 +122,7 @@ def preset(entry: Any) -> Preprocess:
 
 def names() -> list[str]:
     return list(torchvision.models.list_models(module=torchvision.models))
+
+
+def detection_names() -> list[str]:
+    return list(torchvision.models.list_models(module=torchvision.models.detection))

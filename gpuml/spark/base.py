@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
     """A stage holds one model file, by its content hash, and adds columns made from its output."""
 
+    #: What else than a path its model may be, in the words of an error.
+    _models = "setModel('torchvision:resnet50') or "
+
     #: sha256 of the model file that this stage holds; None until it is first needed.
     _held: str | None = None
 
@@ -75,8 +78,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         if self._held is None:
             if not self.isDefined(self.model):
                 raise ParamError(
-                    f"{self.uid}: the Param model is not set; e.g. setModel('torchvision:resnet50') or "
-                    f"setModel('/path/of/model.pt2')"
+                    f"{self.uid}: the Param model is not set; e.g. {self._models}setModel('/path/of/model.pt2')"
                 )
             from gpuml.models.sources import named
 

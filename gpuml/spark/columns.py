@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 TOP_K_TYPE = "array<struct<label:string,probability:double>>"
 
+#: Fields of a detection -> the worker's column that each is of.
+BOX = {"x1": "boxX1", "y1": "boxY1", "x2": "boxX2", "y2": "boxY2", "label": "boxLabels", "score": "boxScores"}
+DETECTIONS_TYPE = "array<struct<x1:float,y1:float,x2:float,y2:float,label:string,score:float>>"
+
 #: Milliseconds of a row, in the order in which a worker gives them.
 TIMING = ("feed", "decode", "resize", "copy", "compute")
 TIMING_TYPE = f"struct<{','.join(f'{name}:double' for name in TIMING)}>"
@@ -163,7 +167,7 @@ def _setter(name: str) -> str:
 
 def worker_fields(fields: Iterable[str]) -> tuple[str, ...]:
     """The struct fields that a worker makes for some outputs, and the reason always; equal stages are equal Specs."""
-    parts = {"topK": ("topLabels", "topProbabilities")}
+    parts = {"topK": ("topLabels", "topProbabilities"), "detections": tuple(BOX.values())}
     return tuple(sorted({"error"}.union(*(parts.get(field, (field,)) for field in fields))))
 
 
@@ -175,6 +179,8 @@ def from_struct(struct: Column, field: str) -> Column:
     if field == "topK":
         pairs = F.arrays_zip(struct["topLabels"].alias("label"), struct["topProbabilities"].alias("probability"))
         return pairs.cast(TOP_K_TYPE)
+    if field == "detections":
+        return F.arrays_zip(*(struct[part].alias(name) for name, part in BOX.items())).cast(DETECTIONS_TYPE)
     if field == "timing":
         # NaN is a worker's null: it sends plain numbers. In a guard, as a struct of nulls would not be null.
         parts = [F.nanvl(struct[field][place], F.lit(None)).alias(name) for place, name in enumerate(TIMING)]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from pyspark.sql import Column, SparkSession
-from pyspark.sql.types import ArrayType, DataType, DoubleType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, DoubleType, FloatType, StringType, StructField, StructType
 
 from gpuml.errors import ParamError
 from gpuml.spark import columns
@@ -17,6 +17,9 @@ from gpuml.spark.udf import FIELDS, answer_udf
 _TYPES: dict[str, DataType] = {
     **FIELDS,
     "topK": ArrayType(StructType([StructField("label", StringType()), StructField("probability", DoubleType())])),
+    "detections": ArrayType(
+        StructType([StructField(name, StringType() if name == "label" else FloatType()) for name in columns.BOX])
+    ),
     "timing": StructType([StructField(name, DoubleType()) for name in columns.TIMING]),
 }
 

@@ -26,6 +26,8 @@ FIELDS: dict[str, DataType] = {
     "features": ArrayType(FloatType()),
     "topLabels": ArrayType(StringType()),
     "topProbabilities": ArrayType(DoubleType()),
+    **dict.fromkeys(("boxX1", "boxY1", "boxX2", "boxY2", "boxScores"), ArrayType(FloatType())),
+    "boxLabels": ArrayType(StringType()),
     "error": StringType(),
     "device": StringType(),
     "timing": ArrayType(DoubleType()),

@@ -12,11 +12,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gpuml.errors import DeviceMemoryError
-from gpuml.models.cards import Card
+from gpuml.models.cards import AnyCard
 from gpuml.models.file import load
 
 #: Networks held per process; the least recently used goes first. pyspark's own model cache holds three as well.
@@ -30,8 +31,8 @@ _CUDA_OUT_OF_MEMORY = 2
 class Network:
     """A model file on a device. `batch_limit` is what fitted into its memory, None until memory ran out."""
 
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    card: Card
+    forward: Callable[..., Any]
+    card: Any  # an AnyCard, of the kind that the stage runs: the driver has seen to that
     device: torch.device
     dtype: str
     batch_limit: int | None = None
@@ -51,7 +52,7 @@ _lock = threading.Lock()
 _frozen = False
 
 
-Loaded = tuple[Callable[[torch.Tensor], torch.Tensor], Card]
+Loaded = tuple[Callable[..., Any], AnyCard]
 
 
 def network(

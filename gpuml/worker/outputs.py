@@ -10,6 +10,7 @@ import torch
 from gpuml.errors import RowError
 from gpuml.models.cards import Card
 from gpuml.spec import Spec
+from gpuml.worker import boxes
 from gpuml.worker.runner import Scores
 from gpuml.worker.timing import STAGES
 
@@ -66,6 +67,8 @@ def plain(made: dict[str, Any], field: str) -> Any:
             row if row is None else {n: None if v != v else float(v) for n, v in zip(names, row, strict=True)}
             for row in made["timing"]
         ]
+    if field == "detections":
+        return boxes.plain(made)
     if field != "topK":
         return made[field]
     return [

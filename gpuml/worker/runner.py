@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import threading
 import time
@@ -18,15 +17,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from gpuml.errors import DeviceMemoryError, ModelError, RowError
+from gpuml.errors import ModelError, RowError
 from gpuml.spec import Preprocess, Spec
-from gpuml.worker.cache import Network, out_of_memory
+from gpuml.worker.cache import Network
 from gpuml.worker.decode import decode_pil, decode_scaled, decode_struct
 from gpuml.worker.files import read_file
+from gpuml.worker.passes import Passes
 from gpuml.worker.preprocess import normalise, resize_crop
 from gpuml.worker.timing import Moment, Part, now, wait
-
-_log = logging.getLogger("gpuml")
 
 #: Pixels in a forward pass on the CPU, per torch thread: 8 rows of 224x224. glibc maps every block above 32 MiB anew
 #: and gives it back at once, so larger passes lose their time in page faults. How much faster than passes of 64 rows,
@@ -53,7 +51,7 @@ class Scores:
     seconds: np.ndarray[Any, np.dtype[np.float64]]
 
 
-class Runner:
+class Runner(Passes):
     """A model file on a device, run over the rows of one call.
 
     Parameters
@@ -64,12 +62,10 @@ class Runner:
     """
 
     def __init__(self, network: Network, spec: Spec, threads: int) -> None:
-        self.network = network
-        self.spec = spec
+        super().__init__(network, spec)
         self.threads = threads
         self._least = least_pixels(network.card.preprocess, spec)
         self._loading: dict[int, threading.Lock] = {}
-        self._on_cuda = network.device.type == "cuda"
         #: When the last copy to the GPU has left its staging memory.
         self._copied: Moment = 0.0
 
@@ -157,9 +153,7 @@ class Runner:
         begin = decoded = time.perf_counter()
         reason = None
         try:
-            # Pillow loads an opened image in place: two threads must not, where one image stands in two rows.
-            shared = isinstance(row, Image.Image)
-            with self._loading.setdefault(id(row), threading.Lock()) if shared else contextlib.nullcontext():
+            with alone(row, self._loading):
                 pixels, full = read(row, self.spec, self._least)
             decoded = time.perf_counter()
             resize_crop(pixels, self.network.card.preprocess, out=slot, full=full)
@@ -174,45 +168,7 @@ class Runner:
 
     def _launch(self, pixels: Tensor, outputs: Tensor) -> list[Part]:
         """Start the forward passes of a slice, in parts that fit into memory; with the last, `outputs` are there."""
-        parts: list[Part] = []
-        start, rows, halved = 0, self.network.batch_limit or len(pixels), False
-        rows = min(rows, self._most_rows())
-        while start < len(pixels):
-            part = self._attempt(pixels[start : start + rows], outputs[start : start + rows])
-            if part:
-                parts.append(part)
-                start += part.rows
-                if halved:
-                    self.network.batch_limit = rows  # only what worked: a later task may find more room
-            else:
-                # Here, not in the except block: the exception's frames keep the tensors alive that must go.
-                rows, halved = self._halve(min(rows, len(pixels) - start)), True
-        return parts
-
-    def _attempt(self, pixels: Tensor, outputs: Tensor) -> Part | None:
-        """Start one forward pass; None when the device's memory ran out."""
-        try:
-            return self._forward(pixels, outputs)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            return None
-
-    def _halve(self, rows: int) -> int:
-        """After `rows` ran out of memory: free what is free; returns how many to try next."""
-        if self._on_cuda:
-            torch.cuda.empty_cache()
-        if rows == 1:
-            raise DeviceMemoryError(
-                f"one row alone (batch size 1, after halving batchSize={self.spec.batch_size}) does not fit into the "
-                f"memory of {self.network.device}. Let fewer tasks share the GPU (spark.task.resource.gpu.amount), "
-                f"set dtype='bfloat16', or use a smaller model."
-            )
-        half = rows // 2
-        _log.warning(
-            "gpuml: %s ran out of memory at %d rows a pass; this worker tries %d", self.network.device, rows, half
-        )
-        return half
+        return self._in_parts(len(pixels), self._most_rows(), lambda part: self._forward(pixels[part], outputs[part]))
 
     def _forward(self, pixels: Tensor, outputs: Tensor) -> Part:
         """uint8 (n, 3, h, w) on the host -> float32 (n, width) on the host; on a GPU only started."""
@@ -251,6 +207,14 @@ def least_pixels(preprocess: Preprocess, spec: Spec) -> tuple[float, float] | No
     resize = preprocess.resize
     height, width = (resize, resize) if isinstance(resize, int) else resize  # one length: both sides reach it
     return spec.scaled_decode * height, spec.scaled_decode * width
+
+
+def alone(row: Any, loading: dict[int, threading.Lock]) -> contextlib.AbstractContextManager[Any]:
+    """Within it no other thread reads the row.
+
+    Pillow loads an opened image in place: two threads must not, where one image stands in two rows.
+    """
+    return loading.setdefault(id(row), threading.Lock()) if isinstance(row, Image.Image) else contextlib.nullcontext()
 
 
 def read(row: Any, spec: Spec, least: tuple[float, float] | None = None) -> tuple[Tensor, tuple[int, int] | None]:

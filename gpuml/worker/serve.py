@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from gpuml.models import python_source
+from gpuml.models.cards import DetectionCard
 from gpuml.spec import Spec
-from gpuml.worker import cache, device, outputs
+from gpuml.worker import boxes, cache, device, outputs
+from gpuml.worker.detector import Detector
 from gpuml.worker.runner import Runner
 
 
@@ -35,7 +37,11 @@ def serve(rows: Sequence[Any], spec: Spec, task: device.Task, find: Callable[[],
     else:
         made_by = (spec.model, spec.labels, spec.preprocess)
         network = cache.network(made_by, place, spec.dtype, find, partial(python_source.load, *made_by))
-    scores = Runner(network, spec, decode_threads(spec, task, place)).run(rows)
+    threads = decode_threads(spec, task, place)
+    if isinstance(network.card, DetectionCard):
+        found = Detector(network, spec, threads).run(rows)
+        return boxes.columns(found, network.card, spec, str(decision), task.waited)
+    scores = Runner(network, spec, threads).run(rows)
     return outputs.columns(scores, network.card, spec, str(decision), task.waited)
 
 
