@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gpuml.spark.detector import ObjectDetector
     from gpuml.spark.sql import register_udf
     from gpuml.spark.stages import ImageClassifier, ImageFeaturizer
+    from gpuml.spark.tensor_stage import TensorTransformer
     from gpuml.spark.tensors import reduce_blocks, tensor_udf
     from gpuml.spec import Preprocess
 
@@ -42,6 +43,7 @@ __all__ = [
     "Preprocess",
     "RowError",
     "TensorError",
+    "TensorTransformer",
     "__version__",
     "gpu_conf",
     "reduce_blocks",
@@ -56,6 +58,7 @@ _HOMES = {
     "ImageFeaturizer": "gpuml.spark.stages",
     "ObjectDetector": "gpuml.spark.detector",
     "Preprocess": "gpuml.spec",
+    "TensorTransformer": "gpuml.spark.tensor_stage",
     "gpu_conf": "gpuml.spark.conf",
     "reduce_blocks": "gpuml.spark.tensors",
     "register_udf": "gpuml.spark.sql",

@@ -116,7 +116,7 @@ def _show(options: argparse.Namespace) -> None:
     if wanted not in (None, sha256):
         raise ModelError(f"{path} is damaged: its sha256 is {sha256}; when a stage asks for it, it is made again")
 
-    from gpuml.models.cards import Card
+    from gpuml.models.cards import Card, TensorCard
     from gpuml.models.file import kind_and_card  # seconds, for torch
 
     kind, card = kind_and_card(path)
@@ -129,11 +129,7 @@ def _show(options: argparse.Namespace) -> None:
             ("size", f"{_bytes(size)} ({size} bytes)"),
             ("outputs", _outputs(card)),
             ("labels", f"{len(card.labels)}: {_labels(card)}" if card.labels else "none"),
-            *(
-                (("activation", card.activation), ("preprocess", repr(card.preprocess)))
-                if isinstance(card, Card)
-                else ()
-            ),
+            *_about(card),
             ("memory format", card.memory_format),
             ("written by", f"gpuml {card.gpuml}, torch {card.torch}, format {card.format}"),
         ]
@@ -202,9 +198,21 @@ def _origin(path: Path) -> str:
 
 
 def _outputs(card: AnyCard) -> str:
-    from gpuml.models.cards import DetectionCard
+    """What a network gives."""
+    from gpuml.models.cards import DetectionCard, TensorCard
 
+    if isinstance(card, TensorCard):
+        return ", ".join(map(str, card.outputs))
     return "boxes" if isinstance(card, DetectionCard) else str(card.width)
+
+
+def _about(card: AnyCard) -> list[tuple[str, str]]:
+    """What else a card of its kind says."""
+    from gpuml.models.cards import Card, TensorCard
+
+    if isinstance(card, TensorCard):
+        return [("activation", card.activation), ("inputs", ", ".join(map(str, card.inputs)))]
+    return [("activation", card.activation), ("preprocess", repr(card.preprocess))] if isinstance(card, Card) else []
 
 
 def _labels(card: AnyCard) -> str:

@@ -50,7 +50,9 @@ ROW_ERROR_KINDS = (
     "too_large",  # more pixels than maxPixels, more than memory or the decoder takes, or a file over 2 GiB
     "bad_struct",  # an image struct whose lengths or mode do not fit
     "io",  # the file of a path or a URL could not be read
-    "bad_value",  # the image was read, but the model gave NaN for it, or cannot take it
+    # the row was read, but the model gave NaN for it, or cannot take it; or a null within an array of numbers
+    "bad_value",
+    "bad_shape",  # an array of another length than the model takes
 )
 
 

@@ -68,6 +68,22 @@ class Corner(nn.Module):
         return made
 
 
+class WideAndDeep(nn.Module):
+    """Two inputs, float32 (batch, 4) and int64 (batch,); three outputs. Seeded, so that equal arguments are equal."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.wide, self.table, self.deep = nn.Linear(4, 3), nn.Embedding(10, 10), nn.Linear(10, 3)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, wide, ids):
+        deep = self.table(ids)
+        return {"logits": self.wide(wide) + self.deep(deep), "hidden": deep.reshape(-1, 2, 5), "twice": ids * 2}
+
+
 @pytest.fixture(autouse=True, scope="session")
 def cache_home(tmp_path_factory):
     """The suite never touches the user's own cache."""

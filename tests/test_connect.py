@@ -11,12 +11,16 @@ from conftest import PYTHONPATH
 PRELUDE = """
 import pathlib
 import sys
+import pandas as pd
 import pytest
+import torch
 from conftest import PLAIN, Corner, Pooled, encoded
+from pyspark.ml.functions import array_to_vector
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import LogisticRegression
 from pyspark.sql import SparkSession, functions as F
-from gpuml import ImageClassifier, ObjectDetector, ParamError, reduce_blocks, register_udf, save_model, tensor_udf
+from gpuml import ImageClassifier, ObjectDetector, ParamError, TensorTransformer
+from gpuml import reduce_blocks, register_udf, save_model, tensor_udf
 
 folder = sys.argv[1]
 spark = SparkSession.builder.remote("local[2]").getOrCreate()
@@ -119,6 +123,16 @@ rows = numbers.select("id", udf("id", "x").alias("r")).collect()
 assert sorted((r.id, r.r.a, r.r.b) for r in rows) == [(i, i + 5, i) for i in range(20)]
 with pytest.raises(ParamError, match="'dubble' is no type"):
     tensor_udf(abs, "dubble")
+
+tensors = TensorTransformer.from_module(torch.nn.Linear(3, 2), inputs={"vector": torch.randn(2, 3)}, outputs=["y"],
+                                        probabilityCol="probability", handleInvalid="skip")
+vectors = array_to_vector(F.when(F.col("id") < 18, F.array("x", "x", "x")))
+vectors = numbers.withColumn("vector", F.when(F.col("id") < 18, vectors))
+rows = tensors.transform(vectors).orderBy("id").collect()
+assert [r.id for r in rows] == list(range(18))
+local = tensors.predict(pd.DataFrame({"vector": [r.vector for r in rows]}))
+assert max(abs(r.y - y).max() for r, y in zip(rows, local.y)) < 1e-5
+assert rows[0].probability.size == 2
 
 made = reduce_blocks(numbers, lambda id, x: {"id": id.sum(), "x": x.sum()})
 assert {name: float(value) for name, value in made.items()} == {"id": 190, "x": 47.5}

@@ -69,5 +69,5 @@ def test_every_table_of_the_performance_page_is_one_that_the_benchmarks_wrote():
 def test_every_error_kind_is_explained():
     from gpuml.errors import ROW_ERROR_KINDS
 
-    text = (ROOT / "docs" / "images.md").read_text()
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("images.md", "functions.md"))
     assert [kind for kind in ROW_ERROR_KINDS if f"`{kind}`" not in text] == []

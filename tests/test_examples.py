@@ -35,3 +35,9 @@ def test_a_stream_goes_on_where_it_was_stopped():
     assert out[:2] == ["8 photographs classified", "3 photographs classified"]
     assert out[-1] == "11 rows, the same as of one batch over the folder"
     assert sum("tripod" in line for line in out) == 2
+
+
+def test_a_network_of_columns_tells_flowers_that_it_has_not_seen():
+    said = printed("tensor_model.py")
+    assert float(re.search(r"accuracy ([\d.]+) on", said)[1]) >= 0.9
+    assert "saved, loaded, and the same answers" in said

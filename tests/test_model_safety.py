@@ -438,7 +438,7 @@ DOORS = {
     module_of_enum: "nest in 'builtins.dict'",
     module_of_enum_below_a_name: "nest in 'builtins.dict'",
     module_of_defaultdict: "nest in 'collections.defaultdict'",
-    guards: "uses 'guards_code'",
+    guards: "as 'guards_code'",
     constant_input: "constant input",
     shared_library: "member 'data/aotinductor/",
 }

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DoubleType, StringType, StructType
 
 from gpuml import ParamError, TensorError, reduce_blocks, tensor_udf
-from gpuml.spark import tensors
+from gpuml.spark import arrays
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tensor_functions.py"
 
@@ -112,7 +112,7 @@ def test_a_setup_is_sent_as_it_was_when_the_udf_was_made(frame):
 
 
 def test_before_spark_4_1_it_is_a_pandas_udf(frame, short_batches, monkeypatch):
-    monkeypatch.setattr(tensors, "arrow_udf", None)
+    monkeypatch.setattr(arrays, "arrow_udf", None)
     udf = tensor_udf(lambda i, pair, nested: (i + 1, pair * 2, nested), "a int, b array<float>, c array<array<bigint>>")
     rows = frame.select("id", udf("i", "pair", "nested").alias("r")).select("id", "r.*").collect()
     assert [(row.a, row.b, row.c) for row in rows] == [(i + 1, [2.0 * i, 2.0], [[i, i]] * 3) for i in range(20)]

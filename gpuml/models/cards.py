@@ -73,6 +73,84 @@ class Card:
         return cls(**values)
 
 
+#: What tensors a network may take from columns; and give to them, where half precision becomes float32 before.
+INPUT_DTYPES = ("float32", "int64", "int32", "int16", "int8", "bool")
+OUTPUT_DTYPES = ("float64", *INPUT_DTYPES)
+
+
+@dataclass(frozen=True)
+class Port:
+    """One tensor that a network takes or gives: its name, torch's name of its type, and the shape of one row."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype} ({', '.join(map(str, ('batch', *self.shape)))})"
+
+
+@dataclass(frozen=True)
+class TensorCard:
+    """What a model file says of a network from named tensors to named tensors.
+
+    Its network takes them in the order of `inputs`, and gives a tuple in the order of `outputs`; the batch is the first
+    dimension of each.
+
+    Parameters
+    ----------
+    inputs, outputs : at least one each, names distinct.
+    labels : one name per column of the first output, or none.
+    activation : as a `Card`'s, of the first output, where a stage is asked for classes.
+    gpuml, torch, format : as a `Card`'s.
+
+    Raises
+    ------
+    ModelError
+        The parts do not fit one another.
+    """
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    labels: tuple[str, ...] = ()
+    activation: str = "softmax"
+    gpuml: str = __version__
+    torch: str = torch.__version__
+    format: int = FORMAT
+
+    #: That of rows which come from columns.
+    memory_format: ClassVar[str] = "contiguous"
+
+    def __post_init__(self) -> None:
+        for what, ports, dtypes in (
+            ("input", self.inputs, INPUT_DTYPES),
+            ("output", self.outputs, OUTPUT_DTYPES),
+        ):
+            names = [port.name for port in ports]
+            if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
+                raise ModelError(f"{what}s {names} are not one or more distinct names")
+            for port in ports:
+                if port.dtype not in dtypes:
+                    raise ModelError(f"{what} {port.name!r} is {port.dtype}, none of {', '.join(dtypes)}")
+                if not all(type(length) is int and length > 0 for length in port.shape):
+                    raise ModelError(f"{what} {port.name!r} has rows of shape {port.shape}: lengths are from 1 up")
+        if self.activation not in ACTIVATIONS:
+            raise ModelError(f"activation={self.activation!r} is none of {', '.join(ACTIVATIONS)}")
+        first = self.outputs[0]
+        if self.labels and first.shape != (len(self.labels),):
+            raise ModelError(
+                f"{len(self.labels)} labels for the first output, {first}; give one label per column, in order"
+            )
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> TensorCard:
+        """From the values of its JSON."""
+        for key in ("inputs", "outputs"):
+            values[key] = tuple(Port(**{**port, "shape": tuple(port["shape"])}) for port in values[key])
+        values["labels"] = checked_labels(values["labels"])
+        return cls(**values)
+
+
 @dataclass(frozen=True)
 class DetectionCard:
     """What a model file says of a network from pictures to boxes.
@@ -101,15 +179,19 @@ class DetectionCard:
         return cls(**values)
 
 
-AnyCard = Card | DetectionCard
+AnyCard = Card | TensorCard | DetectionCard
 
-_AnyCard = TypeVar("_AnyCard", Card, DetectionCard)
+_AnyCard = TypeVar("_AnyCard", Card, TensorCard, DetectionCard)
 
 #: What a file's network takes and gives -> the class of its card.
-KINDS: dict[str, type[AnyCard]] = {"images": Card, "detection": DetectionCard}
+KINDS: dict[str, type[AnyCard]] = {"images": Card, "tensors": TensorCard, "detection": DetectionCard}
 
 #: Which stages run it.
-STAGES = {"images": "ImageClassifier or ImageFeaturizer", "detection": "ObjectDetector"}
+STAGES = {
+    "images": "ImageClassifier or ImageFeaturizer",
+    "tensors": "TensorTransformer",
+    "detection": "ObjectDetector",
+}
 
 
 def checked_kind(card: AnyCard, wanted: type[_AnyCard], what: str) -> _AnyCard:
@@ -122,7 +204,10 @@ def checked_kind(card: AnyCard, wanted: type[_AnyCard], what: str) -> _AnyCard:
     """
     if isinstance(card, wanted):
         return card
-    takes = {Card: "pixels of one size", DetectionCard: "pictures, and gives boxes"}[type(card)]
+    if isinstance(card, TensorCard):
+        takes = ", ".join(map(str, card.inputs))
+    else:
+        takes = "pixels of one size" if isinstance(card, Card) else "pictures, and gives boxes"
     raise ModelError(
         f"{what} is a network that takes {takes}: {STAGES[kind_of(type(card))]} runs it, not {STAGES[kind_of(wanted)]}"
     )

@@ -112,10 +112,16 @@ def program_of(module: nn.Module, size: tuple[int, int]) -> torch.export.Exporte
 
 def export(module: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram:
     """The program of a module, for float32 inputs of shape (batch, 3, *size) with any number of rows."""
-    sample = sample_rows(size, 2)  # two: a batch of one makes the export specialise on it
+    return export_with(module, sample_rows(size, 2))
+
+
+def export_with(module: nn.Module, *samples: Tensor) -> torch.export.ExportedProgram:
+    """The program of a module, for any number of rows: two in each sample, as one would be the only number it takes."""
     shapes = torch.export.ShapesCollection()  # by tensor, so that forward(*inputs) fits too: DataParallel, compiled
-    shapes[sample] = {0: torch.export.Dim("batch")}
-    program = torch.export.export(module, (sample,), dynamic_shapes=shapes)
+    batch = torch.export.Dim("batch")
+    for sample in samples:
+        shapes[sample] = {0: batch}
+    program = torch.export.export(module, samples, dynamic_shapes=shapes)
     fold_batch_norm(program)
     return program
 
@@ -134,12 +140,16 @@ def _script(module: nn.Module, size: tuple[int, int]) -> torch.jit.ScriptModule:
 
 
 def _trace(module: nn.Module, size: tuple[int, int]) -> torch.jit.ScriptModule:
+    return trace_with(module, sample_rows(size, 2))
+
+
+def trace_with(module: nn.Module, *samples: Tensor) -> torch.jit.ScriptModule:
     """A trace, if torch saw nothing in it that another input would do otherwise: a branch traced is a branch lost."""
     with torch.no_grad(), _BranchesOnValues():  # type: ignore[no-untyped-call]
-        module(sample_rows(size, 2))
+        module(*samples)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
-        traced: torch.jit.ScriptModule = jit("trace", module, sample_rows(size, 2), check_trace=False)
+        traced: torch.jit.ScriptModule = jit("trace", module, samples, check_trace=False)
     for warning in caught:
         if issubclass(warning.category, TracerWarning):
             raise ModelError(str(warning.message))
@@ -201,13 +211,13 @@ def checked_width(
                     f"{name} gives {what} for {count} row(s); it must give float of shape (batch, classes) for any "
                     f"batch, one row too (squeeze() without a dimension drops that one)"
                 )
-        if not all(_close(given, expected, range(len(given))) for given, expected in eager):
+        if not all(close(given, expected, range(len(given))) for given, expected in eager):
             raise ModelError(
                 f"{name}: the exported network does not give what forward() gives; is it random, or does it branch on "
                 f"the number of rows?"
             )
         alone = torch.cat(singles)
-        if not _close(output, alone, (0, 1, 2)) or not _close(exported(rows.flip(0)), alone.flip(0), (2, 1, 0)):
+        if not close(output, alone, (0, 1, 2)) or not close(exported(rows.flip(0)), alone.flip(0), (2, 1, 0)):
             raise ModelError(
                 f"{name} mixes the rows of a batch: row i alone gives another output than row i among others, so "
                 f"results would depend on batchSize; remove what reads across dimension 0 (as BatchNorm in training)"
@@ -234,7 +244,7 @@ def memory_format(network: nn.Module, size: tuple[int, int]) -> str:
     finally:
         for tensor, data in kept:  # the file's are as the user's
             tensor.data = data
-    same = all(_close(output, wanted, range(len(output))) for output, wanted in zip(given, expected, strict=True))
+    same = all(close(output, wanted, range(len(output))) for output, wanted in zip(given, expected, strict=True))
     return "channels_last" if same else "contiguous"
 
 
@@ -274,7 +284,7 @@ def telling_lines(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(telling)[:400]}".rstrip(":. ")
 
 
-def _close(given: Tensor, expected: Tensor, kinds: Sequence[int]) -> bool:
+def close(given: Tensor, expected: Tensor, kinds: Sequence[int]) -> bool:
     """Equal but for float32 rounding, which depends on the batch; each row against its largest finite output.
 
     `kinds` are the rows' numbers in `sample_rows`. The first is like training's images, and tells of any mixing. The

@@ -56,6 +56,7 @@ def save_features(source: Path, layer: str, path: Path) -> None:
     """Write the model file of a layer's features; parameters and errors as of `features_of`."""
     with plain_torch():
         kind, found, program = open_program(source)
+        assert found is not None, "a file of the cache has a card"
         card = checked_kind(found, Card, f"layer={layer!r}: the model file")
         if kind == "torchscript":
             raise ModelError(

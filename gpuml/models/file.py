@@ -12,13 +12,13 @@ import re
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpuml.errors import ModelError, ModelFileError
 from gpuml.models import cards
@@ -38,6 +38,7 @@ from gpuml.models.export import (
 )
 from gpuml.models.fold import fold_batch_norm
 from gpuml.models.safety import check_archive
+from gpuml.models.tensors import program_and_card
 from gpuml.spec import Preprocess
 from gpuml.version import __version__
 
@@ -48,7 +49,9 @@ def save_model(
     net: nn.Module,
     path: str | os.PathLike[str],
     *,
-    preprocess: Preprocess,
+    preprocess: Preprocess | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+    outputs: Sequence[str] = (),
     labels: Sequence[str] = (),
     activation: str = "softmax",
 ) -> None:
@@ -59,31 +62,50 @@ def save_model(
 
     Parameters
     ----------
-    net : takes float32 (batch, 3, height, width), gives float (batch, classes).
+    net : of images: takes float32 (batch, 3, height, width), gives float (batch, classes). Of columns: takes tensors as
+        in `inputs`, gives a tensor, or a tuple or dict of them, the batch first in each.
     path : local file to write, usually ``*.pt2``.
-    preprocess : how an image becomes the input; its size is the input's.
-    labels : one class name per output column; none: the index is the label.
-    activation : ``"softmax"``, ``"sigmoid"`` or ``"none"``: what turns the output into probabilities.
+    preprocess : of a network of images: how one becomes the input; its size is the input's.
+    inputs : of a network of columns, for `gpuml.TensorTransformer`: a sample of each input, by the name of forward()'s
+        parameter; where there is one input, the name is free. Two rows or more that differ, the batch first: type and
+        shape of a row are the input's. float32, int64, int32, int16, int8 or bool.
+    outputs : names for what such a network gives, in order; of a dict, those to keep. Otherwise a dict's own; one
+        tensor is ``"output"``, those of a tuple are ``"output_0"`` and so on.
+    labels : one class name per column of the output, the first if there are more; none: the index is the label.
+    activation : ``"softmax"``, ``"sigmoid"`` or ``"none"``: what turns that output into probabilities.
 
     Raises
     ------
     ModelError
-        The network cannot be exported, mixes rows of a batch, gives anything but (batch, classes), or the labels do
-        not fit.
+        The network cannot be exported, mixes rows of a batch, gives another shape than it must, or the labels do not
+        fit; or neither or both of `preprocess` and `inputs` are given.
 
     Examples
     --------
     >>> from torchvision.models import squeezenet1_1
     >>> save_model(squeezenet1_1(), "net.pt2", preprocess=Preprocess())
+    >>> save_model(nn.Linear(13, 3), "wine.pt2", inputs={"features": torch.randn(2, 13)}, outputs=["logits"])
     """
     path = Path(path).expanduser()
     if path.is_dir():
         raise ModelError(f"save_model: path={str(path)!r} is a folder; name a file in it, such as {path / 'net.pt2'}")
     if not isinstance(net, nn.Module):
         raise ModelError(f"save_model: {type(net).__name__} is not a torch.nn.Module")
+    if (preprocess is None) == (inputs is None):
+        raise ModelError(
+            f"save_model: {'neither' if inputs is None else 'both'} of preprocess and inputs given; give preprocess="
+            "gpuml.Preprocess(...) for a network of images, or inputs={'x': sample tensor} for one of columns"
+        )
+    names = checked_labels(labels)
+    if inputs is not None:
+        with plain_torch():
+            made, described = program_and_card(net, inputs, outputs, names, activation)
+            write(made, path, described)
+        return
     if not isinstance(preprocess, Preprocess):
         raise ModelError(f"save_model: preprocess={preprocess!r} is not a gpuml.Preprocess")
-    names = checked_labels(labels)
+    if outputs:
+        raise ModelError(f"save_model: outputs={outputs!r} go with inputs=...; a network of images has one output")
     with plain_torch():
         module = evaluation_copy(net)
         program = program_of(module, preprocess.size)
@@ -232,9 +254,9 @@ def rewrite(
         write(program, Path(path), new)
 
 
-def open_program(path: str | os.PathLike[str]) -> tuple[str, AnyCard, Any]:
-    """``"export"`` or ``"torchscript"``, the card, and the exported program or script module; raises as `read_card`."""
-    kind, card = kind_and_card(path)
+def open_program(path: str | os.PathLike[str]) -> tuple[str, AnyCard | None, Any]:
+    """``"export"`` or ``"torchscript"``, the card or None, and the program or script module; raises as `find_card`."""
+    kind, card = _checked(path)
     return kind, card, _open(path, kind, torch.device("cpu"))
 
 

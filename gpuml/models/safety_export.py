@@ -9,7 +9,8 @@
 - sizes: ``expr_str`` goes to sympify, which evaluates -> arithmetic on symbols and numbers.
 - names of nodes, arguments, parameters: pasted into generated Python that is then run -> identifiers.
 - ``in_spec``, ``out_spec``: an enum, at any depth, or a defaultdict imports any module -> tuples, lists, plain dicts.
-- ``guards_code``, constant inputs: pasted into generated Python too -> none.
+- ``guards_code``: pasted into generated Python too -> that a length of one input is that of another, no more.
+- constant inputs: the same -> none.
 - custom objects, tokens, operators as arguments -> none: every key is known, or its value is empty.
 
 Left open: nodes' metadata. torch looks up names in it below ``torch``, keeps what it finds and calls nothing.
@@ -42,6 +43,7 @@ _MEMBERS = re.compile(
 
 _IDENTIFIER = re.compile(r"((?!__)[A-Za-z_]\w*)?", re.ASCII)
 _PATH = re.compile(r"(?!__)[\w@-]*(\.(?!__)[\w@-]*)*", re.ASCII)
+_LENGTH = r"L\['(?!__)[A-Za-z_]\w*'\](\[\d+\])*\.size\(\)\[\d+\]"
 _ANY = re.compile(r"(?s).*")  # kept by torch, or quoted with repr(); never parsed
 
 #: The pattern of a string, by its key.
@@ -52,6 +54,7 @@ _STRINGS = {
     **dict.fromkeys(("as_float", "as_floats", "as_float_lists", "real", "imag"), re.compile(r"-?Infinity|NaN")),
     **dict.fromkeys(("as_string", "as_strings", "metadata", "torch_version"), _ANY),
     "path_name": re.compile(r"(weight|tensor)_\d+", re.ASCII),
+    "guards_code": re.compile(rf"{_LENGTH} == {_LENGTH}", re.ASCII),
 }
 
 #: What torch parses further: one string, since sympy evaluates those in lists and dicts as well.

@@ -144,7 +144,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         if self.getHandleInvalid() == "error":
             added.append(row.alias(name))
         result = dataset.select("*", *added)
-        made = {column: columns.from_struct(F.col(struct), field) for column, field in self._output_columns().values()}
+        made = {column: self._made(F.col(struct), field) for column, field in self._output_columns().values()}
         reason = F.col(struct)["error"]
         if self.getHandleInvalid() == "skip":
             result = result.where(reason.isNull())
@@ -152,6 +152,18 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
             failed = F.raise_error(F.concat(F.lit(f"{self.uid}: "), F.col(name), F.lit(": "), reason))
             made = {column: F.when(reason.isNull(), value).otherwise(failed) for column, value in made.items()}
         return result.select("*", *(value.alias(column) for column, value in made.items())).drop(struct, name)
+
+    def _made(self, struct: Column, field: str) -> Column:
+        """One output column of the worker's struct."""
+        return columns.from_struct(struct, field)
+
+    def _refuse_remote_stream(self, dataset: DataFrame) -> None:
+        if dataset.isStreaming and is_remote():
+            raise ParamError(
+                f"{self.uid}: over Spark Connect a streaming query cannot find the model file that a transform sends. "
+                f"Transform each batch instead: stream.writeStream.foreachBatch(lambda batch, number: "
+                f"stage.transform(batch).write...)"
+            )
 
     def _sent_spec(self, fields: Iterable[str], spark: SparkSession) -> Spec:
         """The value that travels to the workers, and before it the model file to their session."""

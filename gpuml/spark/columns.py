@@ -130,9 +130,10 @@ def check_outputs(frame: Frame, outputs: dict[str, str]) -> None:
     """
     for name, column in outputs.items():
         if frame.named(column):
+            none = "" if "[" in name else ", or '' for none"
             raise ParamError(
                 f"{name}={column!r}: the DataFrame has a column of that name already; drop it, or choose another "
-                f"with {_setter(name)}(...), or '' for none"
+                f"with {_setter(name)}(...){none}"
             )
     check_distinct(outputs, frame.same)
 
@@ -162,7 +163,8 @@ def column_of(field: StructField) -> Column:
 
 
 def _setter(name: str) -> str:
-    return f"set{name[0].upper()}{name[1:]}"
+    """Of a Param; ``outputMapping['x']`` is a part of one."""
+    return f"set{name[0].upper()}{name[1:]}".partition("[")[0]
 
 
 def worker_fields(fields: Iterable[str]) -> tuple[str, ...]:
@@ -174,8 +176,7 @@ def worker_fields(fields: Iterable[str]) -> tuple[str, ...]:
 def from_struct(struct: Column, field: str) -> Column:
     """One output column of the worker's struct."""
     if field in ("probability", "rawPrediction", "features"):
-        # array_to_vector fails on null, hence the guard.
-        return F.when(struct[field].isNotNull(), array_to_vector(struct[field]))
+        return as_vector(struct[field])
     if field == "topK":
         pairs = F.arrays_zip(struct["topLabels"].alias("label"), struct["topProbabilities"].alias("probability"))
         return pairs.cast(TOP_K_TYPE)
@@ -186,6 +187,11 @@ def from_struct(struct: Column, field: str) -> Column:
         parts = [F.nanvl(struct[field][place], F.lit(None)).alias(name) for place, name in enumerate(TIMING)]
         return F.when(struct[field].isNotNull(), F.struct(*parts))
     return struct[field]
+
+
+def as_vector(array: Column) -> Column:
+    """A column of arrays of numbers as ML Vectors."""
+    return F.when(array.isNotNull(), array_to_vector(array))  # which fails on null
 
 
 def row_name(frame: Frame, source: Input) -> Column:

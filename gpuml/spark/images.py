@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import DataFrame, SparkSession, is_remote
+from pyspark.sql import DataFrame, SparkSession
 
 from gpuml.errors import ParamError, RowError
 from gpuml.models import store
@@ -37,12 +37,7 @@ class ImageStage(ModelStage, HasImages):
         return [self.getModel(), self.getWeights()]
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        if dataset.isStreaming and is_remote():
-            raise ParamError(
-                f"{self.uid}: over Spark Connect a streaming query cannot find the model file that a transform sends. "
-                f"Transform each batch instead: stream.writeStream.foreachBatch(lambda batch, number: "
-                f"stage.transform(batch).write...)"
-            )
+        self._refuse_remote_stream(dataset)
         outputs = self._output_columns()
         frame = columns.Frame.of(dataset)
         source = columns.input_column(frame, self.inputCol.name, self.getInputCol(), self.getReadPaths())

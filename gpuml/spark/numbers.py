@@ -69,10 +69,10 @@ def promised(returns: DataType) -> pa.DataType:
         They make no such column.
     """
     if isinstance(returns, StructType):
-        made = {field.name: _numbers(field.dataType) for field in returns.fields}
+        made = {field.name: numbers_type(field.dataType) for field in returns.fields}
         if made and len(made) == len(returns.fields) and None not in made.values():
             return pa.struct(list(made.items()))
-    kind = _numbers(returns)
+    kind = numbers_type(returns)
     if kind is None:
         raise ParamError(
             f"returns={returns.simpleString()!r} is no type that tensors make: a number or boolean, an array of them, "
@@ -98,7 +98,7 @@ def chosen(df: DataFrame, columns: Sequence[str] | None) -> tuple[DataFrame, lis
     selected: list[Column] = []
     for name in names:
         found = frame.only(name, f"reduce_blocks: column {name!r}")
-        if _numbers(found.dataType) is None:
+        if numbers_type(found.dataType) is None:
             raise ParamError(
                 f"reduce_blocks: column {name!r} is of type {found.dataType.simpleString()}; tensors hold numbers, "
                 f"booleans, and arrays of them: cast it, leave it out with columns=[...], or give "
@@ -111,9 +111,9 @@ def chosen(df: DataFrame, columns: Sequence[str] | None) -> tuple[DataFrame, lis
     return df.select(*selected), names
 
 
-def _numbers(kind: DataType) -> pa.DataType | None:
+def numbers_type(kind: DataType) -> pa.DataType | None:
     """The Arrow type of numbers, or of arrays of them; None of anything else."""
     if isinstance(kind, ArrayType):
-        element = _numbers(kind.elementType)
+        element = numbers_type(kind.elementType)
         return None if element is None else pa.list_(element)
     return NUMBERS.get(type(kind))

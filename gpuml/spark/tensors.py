@@ -5,23 +5,17 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 from pyspark import cloudpickle
 from pyspark.sql import Column, DataFrame
-from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import DataType
 
 from gpuml.errors import ParamError, TensorError
+from gpuml.spark.arrays import arrays_udf
 from gpuml.spark.conf import warn_of_local_gpu_amount
 from gpuml.spark.numbers import chosen, parsed, promised
 from gpuml.spark.task import this_task
 from gpuml.spec import DEVICES, Function
-
-try:
-    from pyspark.sql.pandas.functions import arrow_udf
-except ImportError:  # before Spark 4.1
-    arrow_udf = None  # type: ignore[assignment]
 
 
 def tensor_udf(
@@ -82,18 +76,7 @@ def tensor_udf(
         name=name,
     )
 
-    def of_arrow(*columns: pa.Array) -> pa.Array:
-        return _answer(columns, function)
-
-    def of_pandas(*columns: pd.Series) -> pd.Series:
-        return _to_pandas(_answer([_from_pandas(column, name) for column in columns], function))
-
-    # What Spark calls the column: norm(x, y).
-    of_arrow.__name__ = of_pandas.__name__ = name
-    # Before Spark 4.1 columns come through pandas, which has no null for numbers, and an object for each array.
-    made: Any = pandas_udf(of_pandas, kind) if arrow_udf is None else arrow_udf(of_arrow, kind)  # type: ignore[call-overload]
-    udf: Callable[..., Column] = made.asNondeterministic()
-    return udf
+    return arrays_udf(lambda *columns: _answer(columns, function), kind, name)
 
 
 def reduce_blocks(
@@ -213,24 +196,3 @@ def _arguments(predict: Callable[..., Any]) -> tuple[str, ...]:
     except (TypeError, ValueError):
         return ()
     return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
-
-
-# --- before Spark 4.1 -------------------------------------------------------------------------------------------------
-
-
-def _from_pandas(column: Any, name: str) -> pa.Array:
-    if isinstance(column, pd.Series):
-        try:
-            return pa.array(column, from_pandas=False)  # NaN stays NaN
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
-            pass
-    raise TensorError(
-        f"{name}: a column is no array of numbers; give the fields of a struct one by one, and "
-        f"pyspark.ml.functions.vector_to_array(column) for an ML Vector"
-    )
-
-
-def _to_pandas(column: pa.Array) -> Any:
-    if pa.types.is_struct(column.type):
-        return pd.DataFrame({field.name: column.field(i).to_pandas() for i, field in enumerate(column.type)})
-    return column.to_pandas()

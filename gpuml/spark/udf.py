@@ -122,13 +122,13 @@ def _serve(spec: Spec, rows: list[Any]) -> dict[str, Any]:
     assert context is not None, "a UDF runs in a task"
     number = context.taskAttemptId()
     waited = begin - _answered[1] if _answered is not None and _answered[0] == number else None
-    columns = serve.serve(rows, spec, this_task(waited), lambda: _shipped(spec.model))
+    columns = serve.serve(rows, spec, this_task(waited), lambda: shipped(spec.model))
     cache.freeze()
     _answered = number, time.perf_counter()
     return columns
 
 
-def _shipped(sha256: str) -> Path:
+def shipped(sha256: str) -> Path:
     """Where Spark put the model file on this node."""
     path = Path(SparkFiles.get(file_name(sha256)))
     if not path.is_file():
