@@ -116,7 +116,6 @@ def _show(options: argparse.Namespace) -> None:
     if wanted not in (None, sha256):
         raise ModelError(f"{path} is damaged: its sha256 is {sha256}; when a stage asks for it, it is made again")
 
-    from gpuml.models.cards import Card, TensorCard
     from gpuml.models.file import kind_and_card  # seconds, for torch
 
     kind, card = kind_and_card(path)

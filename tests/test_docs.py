@@ -1,10 +1,12 @@
 """README and docs: their Python blocks run as they stand, and what they quote is what the code says."""
 
+import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -19,12 +21,43 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def run(code, name):
-    """One process per page, in the repository's root, as a reader would run it."""
-    env = {**os.environ, "PYTHONWARNINGS": "default"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
-    return done.stdout
+def code_of(page):
+    """The page with nothing but its Python, each line in its place: errors name the page's own lines."""
+    lines, inside, block = [], False, 0
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            inside = line == "```python"
+            block += inside
+            lines.append("")
+        else:
+            # The README's first block is the quick start, which has its own test.
+            lines.append(line if inside and (page.name, block) != ("README.md", 1) else "")
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs pages in the repository's root as a reader would, in one process: a JVM costs more than most pages."""
+    log = tmp_path_factory.mktemp("pages") / "log"
+    env = {**os.environ, "PYTHONWARNINGS": "default", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, str(ROOT / "tests" / "run_pages.py")]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+
+    def one(code, name):
+        watch = threading.Timer(400, process.kill)
+        watch.start()
+        process.stdin.write(json.dumps({"code": code, "name": name}) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        watch.cancel()
+        assert answer, f"{name} ended the process: {log.read_text()[-3000:]}"
+        return json.loads(answer)
+
+    with process:  # at the end stdin is closed, and the process ends
+        yield one
 
 
 def test_the_readme_shows_the_quickstart_and_its_real_output():
@@ -45,12 +78,30 @@ def test_the_readme_shows_the_quickstart_and_its_real_output():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_blocks_of_a_page_run(page):
-    code = blocks(page, "python")
-    if page.name == "README.md":
-        code = code[1:]  # the quick start, which has its own test
-    if code:
-        run("\n".join(code), page.name)
+def test_the_python_blocks_of_a_page_run(page, run):
+    code = code_of(page)
+    if code.strip():
+        error = run(code, str(page.relative_to(ROOT)))
+        assert error is None, error
+
+
+def test_a_page_that_fails_is_named_with_its_line_and_leaves_nothing_to_the_next(run):
+    first = """
+import os, sys
+from pyspark.sql import SparkSession
+os.environ["PYSPARK_PYTHON"] = sys.executable
+spark = SparkSession.builder.master("local[2]").getOrCreate()
+spark.conf.set("spark.sql.shuffle.partitions", "3")
+spark.range(1).createOrReplaceTempView("left")
+1 / 0
+"""
+    assert 'File "first.md", line 8' in run(first, "first.md")
+    assert "NameError: name 'spark' is not defined" in run("spark", "second.md")
+    third = first.splitlines()[1:5] + [
+        'assert spark.conf.get("spark.sql.shuffle.partitions") != "3"',
+        "assert not spark.catalog.listTables()",
+    ]
+    assert run("\n".join(third), "third.md") is None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -8,7 +8,7 @@ from pyspark.ml.classification import LogisticRegression
 from pyspark.ml.linalg import VectorUDT
 from torchvision import models as zoo
 
-from gpuml import ImageClassifier, ImageFeaturizer, ModelFileError, ParamError, Preprocess
+from gpuml import ImageClassifier, ImageFeaturizer, Preprocess
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +55,3 @@ def test_it_stands_beside_a_classifier_of_the_same_network(frame):
     row = Pipeline(stages=[classifier, featurizer]).fit(frame).transform(frame).where("id = 0").first()
     assert (row.probability.size, row.features.size) == (4, 3)
     assert (row.error, row.featuresError) == (None, None)
-
-
-def test_an_output_column_that_is_there_is_refused(frame, featurizer):
-    with pytest.raises(ParamError, match=r"outputCol='label'.*setOutputCol"):
-        featurizer.copy().setOutputCol("label").transform(frame)
-
-
-def test_it_is_loaded_as_what_it_was_saved(spark, featurizer, tmp_path):
-    featurizer.save(str(tmp_path / "stage"))
-    with pytest.raises(ModelFileError, match=r"holds a gpuml\.ImageFeaturizer"):
-        ImageClassifier.load(str(tmp_path / "stage"))
-    loaded = ImageFeaturizer.load(str(tmp_path / "stage"))
-    assert loaded.extractParamMap() == featurizer.extractParamMap()

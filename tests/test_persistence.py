@@ -317,12 +317,6 @@ def test_an_unsafe_model_in_a_saved_stage_is_refused_at_load(spark, tmp_path, ow
     assert not list((own_cache / "models").glob("gpuml-*"))
 
 
-def test_loading_another_class_says_which(spark, tmp_path):
-    SQLTransformer(statement="SELECT * FROM __THIS__").save(str(tmp_path / "s"))
-    with pytest.raises(ModelFileError, match=r"holds a \S+SQLTransformer.*SQLTransformer.load"):
-        ImageClassifier.load(str(tmp_path / "s"))
-
-
 def test_none_is_no_text_and_an_unknown_param_is_named():
     with pytest.raises(ParamError, match=r"errorCol=None.*clear"):
         ImageClassifier().setErrorCol(None)

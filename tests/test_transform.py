@@ -75,11 +75,6 @@ def test_default_outputs_are_prediction_label_probability_and_error(frame):
     assert added == ["prediction", "predictedLabel", "probability", "error"]
 
 
-def test_an_empty_name_is_not_produced(frame):
-    stage = classifier(predictionCol="", predictedLabelCol="", errorCol="", probabilityCol="p")
-    assert stage.transform(frame).columns == ["id", "content", "name", "p"]
-
-
 def test_rows_hold_what_plain_torch_gives(frame):
     for row in classifier(**ALL_OUTPUTS).transform(frame).collect():
         wanted = expected(row.id)
@@ -127,24 +122,11 @@ def test_good_rows_equal_those_of_a_run_without_the_bad(broken):
     assert good == mixed
 
 
-@pytest.mark.parametrize("error_col", ["error", ""])
-def test_skip_drops_the_failed_rows(broken, error_col):
-    out = classifier(handleInvalid="skip", errorCol=error_col).transform(broken)
-    assert sorted(row.id for row in out.select("id").collect()) == [1, 3]
-    assert out.count() == 2
-
-
 def test_error_fails_naming_path_and_reason(spark, broken):
     framed = broken.withColumn("path", F.concat(F.lit("s3://bucket/"), F.col("id"), F.lit(".jpg")))
     out = classifier(handleInvalid="error").transform(framed.where("id = 4"))
     with pytest.raises(Exception, match=r"ImageClassifier_\w+: s3://bucket/4.jpg: not_image: "):
         out.select("predictedLabel").collect()
-
-
-def test_error_without_a_path_names_partition_and_row(broken):
-    out = classifier(handleInvalid="error", errorCol="").transform(broken.where("id <> 0"))
-    with pytest.raises(Exception, match=r"partition 0 row 1: empty: "):
-        out.collect()
 
 
 def test_error_raises_nothing_where_all_is_well(frame):
@@ -153,12 +135,6 @@ def test_error_raises_nothing_where_all_is_well(frame):
 
 
 # --- schema errors: each before any job ---------------------------------------------------------------------------
-
-
-def test_an_existing_output_column_is_refused_with_the_setter(frame):
-    stage = classifier()
-    with pytest.raises(ParamError, match=r"predictionCol='prediction'.*setPredictionCol"):
-        stage.transform(stage.transform(frame))
 
 
 def test_existing_columns_compare_as_spark_resolves_names(spark, frame):
@@ -174,11 +150,6 @@ def test_existing_columns_compare_as_spark_resolves_names(spark, frame):
         spark.conf.unset("spark.sql.caseSensitive")
 
 
-def test_two_outputs_of_one_name_are_refused(frame):
-    with pytest.raises(ParamError, match="errorCol='Probability' and probabilityCol='probability'"):
-        classifier(errorCol="Probability").transform(frame)
-
-
 @pytest.mark.parametrize(
     ("select", "message"),
     [
@@ -192,11 +163,6 @@ def test_two_outputs_of_one_name_are_refused(frame):
 def test_a_missing_or_wrong_input_column_is_refused(frame, select, message):
     with pytest.raises(ParamError, match=message):
         classifier().transform(frame.selectExpr(*select))
-
-
-def test_an_unset_model_is_refused(frame):
-    with pytest.raises(ParamError, match=r"model is not set.*setModel"):
-        ImageClassifier().transform(frame)
 
 
 def test_input_column_is_found_as_spark_finds_it(frame):
@@ -217,12 +183,6 @@ def test_columns_named_like_the_temporary_ones_pass_through(frame):
     out = classifier(handleInvalid="error").transform(taken)
     assert out.columns[:5] == taken.columns
     assert {(row.gpuml_struct, row._gpuml_row, row.error) for row in out.collect()} == {(1, 2, None)}
-
-
-def test_explained_params_name_each_default_once():
-    text = ImageClassifier().explainParams()
-    assert [line for line in text.splitlines() if line.count("(default") > 1] == []
-    assert "decodeThreads" in text
 
 
 def test_jpegs_are_decoded_smaller_in_a_job_as_in_predict(spark):
@@ -375,13 +335,6 @@ def test_a_stream_of_files_is_classified_as_a_batch_is(spark, tmp_path, invalid)
 # --- Params -------------------------------------------------------------------------------------------------------
 
 
-def test_extra_params_hold_for_one_call(frame):
-    stage = classifier(batchSize=4)
-    out = stage.transform(frame, {stage.predictedLabelCol: "name2", stage.batchSize: 1})
-    assert "name2" in out.columns
-    assert (stage.getBatchSize(), stage.getPredictedLabelCol()) == (4, "predictedLabel")
-
-
 def test_the_default_batch_is_a_cap_whatever_the_arrow_batch(spark):
     """Batch size 3 over one Arrow batch of 10 rows gives what batch size 64 gives."""
     frame = spark.createDataFrame([(i, encoded(i)) for i in range(10)], "id int, content binary").coalesce(1)
@@ -478,20 +431,6 @@ def test_a_local_master_with_a_gpu_amount_is_warned_of(tmp_path):
 
 
 # --- what travels -------------------------------------------------------------------------------------------------
-
-
-def test_the_closure_holds_neither_stage_nor_session():
-    from pyspark import cloudpickle
-
-    from gpuml.spark.udf import score_udf
-    from gpuml.spec import Spec
-
-    udf = score_udf(Spec(model="0" * 64, outputs=("error", "prediction")), image_struct=False)
-    pickled = cloudpickle.dumps(udf.func if hasattr(udf, "func") else udf)
-    assert b"ImageClassifier" not in pickled
-    assert b"SparkSession" not in pickled
-    assert b"SparkContext" not in pickled
-    assert len(pickled) < 3000
 
 
 def test_the_environment_and_pillows_switches_are_left_alone(frame):
