@@ -20,10 +20,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: $(VENV)/demo.stamp java
 	$(BIN)/python examples/quickstart.py
 
-# Three files at a time, also on two cores: much of a Spark test is waiting for processes to start. In the order of their
+# Four files at a time, also on two cores: much of a Spark test is waiting for processes to start. In the order of their
 # names: the plugin's own order leaves the files with the longest tests, such as test_docs.py, for one process at the end.
 test: $(VENV)/test.stamp java lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

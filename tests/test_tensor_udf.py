@@ -220,6 +220,7 @@ def test_a_kernel_of_numba_runs_on_the_tensors_of_a_column(spark, example):
 # --- last, as it ends the workers that the others share ---------------------------------------------------------------
 
 
+@pytest.mark.skipif(arrays.through_pandas(), reason="before Spark 4.1 a null among numbers arrives as NaN")
 def test_a_null_ends_the_job_with_the_argument_the_row_and_what_to_do(frame):
     def scale(value):
         return value * 2
