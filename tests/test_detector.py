@@ -30,11 +30,12 @@ from gpuml import (
 from gpuml.cli import main
 from gpuml.models import sources, store
 from gpuml.models.cards import DetectionCard
+from gpuml.models.detection import _DefaultBoxes
 from gpuml.models.detection_sources import resolve
 from gpuml.models.export import jit
 from gpuml.models.file import load, read_card
 from gpuml.spec import Spec
-from gpuml.worker import detector as module
+from gpuml.worker import passes
 from gpuml.worker.cache import Network
 from gpuml.worker.detector import Boxes, Detector
 
@@ -147,7 +148,8 @@ def assert_equal(rows, expected):
         assert len(row) >= 20
         assert len(np.unique(corners.round(), axis=0)) >= 20
         np.testing.assert_allclose(corners, wanted["boxes"], rtol=0, atol=0.5)
-        np.testing.assert_allclose([box["score"] for box in row], wanted["scores"], rtol=0, atol=1e-4)
+        # Sums in another order, as on another number of threads, move a score by 3e-4: the heads are scaled up.
+        np.testing.assert_allclose([box["score"] for box in row], wanted["scores"], rtol=0, atol=1e-3)
         assert [box["label"] for box in row] == [LABELS[number] for number in wanted["labels"]]
 
 
@@ -231,6 +233,18 @@ def test_each_architecture_becomes_a_file_that_gives_its_boxes_and_nothing_else(
             torch.testing.assert_close(value, wanted[key])
 
 
+@pytest.mark.parametrize("steps", [None, [32, 48]])
+def test_default_boxes_are_torchvisions_made_where_the_tensors_of_the_file_lie(steps):
+    """torch.jit.load takes the tensors to the GPU; here it is the device of no memory."""
+    boxes = DefaultBoxGenerator([[2], [2, 3]], steps=steps)
+    arguments = {"grid_sizes": [[3, 5], [2, 2]], "image_size": [96, 120], "dtype": torch.float32}
+    wanted = boxes._grid_default_boxes(**arguments)
+    boxes.__class__ = _DefaultBoxes
+    assert torch.equal(boxes._grid_default_boxes(**arguments), wanted)
+    boxes._wh_pairs = [pairs.to("meta") for pairs in boxes._wh_pairs]
+    assert boxes._grid_default_boxes(**arguments).is_meta
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -298,7 +312,7 @@ def test_out_of_memory_halves_the_batch(caplog):
 
 def test_out_of_memory_within_torchscript_is_told_by_the_allocators_count(monkeypatch):
     failures = []
-    monkeypatch.setattr(module, "_failed_allocations", lambda device: len(failures))
+    monkeypatch.setattr(passes, "_failed_allocations", lambda device: len(failures))
 
     def forward(pictures):
         if len(pictures) > 1:
@@ -450,6 +464,12 @@ def test_the_zoos_labels_are_the_categories_of_its_weights():
 def test_other_sources_are_refused_with_advice(source, message):
     with pytest.raises(ModelError, match=message):
         ObjectDetector(model=source).predict([None])
+
+
+def test_weights_beside_a_file_are_refused_without_the_secrets_of_their_url():
+    told = r"weights='https://host/w\.pth' go with a zoo's name such as 'torchvision:fasterrcnn_resnet50_fpn', not"
+    with pytest.raises(ModelError, match=told):
+        resolve("./net.pt2", "https://me:secret@host/w.pth?signature=secret")
 
 
 def test_a_file_of_another_kind_names_the_stage_that_runs_it(tmp_path):

@@ -9,10 +9,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from conftest import PLAIN, encoded
+from conftest import PLAIN, WideAndDeep, encoded
 from torch import nn
 
-from gpuml import Preprocess, save_model
+from gpuml import Preprocess, save_detector, save_model
 from gpuml.spec import Spec
 from gpuml.worker import cache, device
 from gpuml.worker.runner import Runner
@@ -210,6 +210,44 @@ def test_a_zoo_network_runs_as_it_does_on_the_cpu(tmp_path):
     rows = [encoded(i, width=300, height=260) for i in range(16)]
     got, wanted = (run(tmp_path / "zoo.pt2", where, rows).outputs for where in (CUDA, CPU))
     np.testing.assert_allclose(got, wanted, atol=5e-3 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    "name", ["fasterrcnn_mobilenet_v3_large_320_fpn", "retinanet_resnet50_fpn", "ssdlite320_mobilenet_v3_large"]
+)
+def test_a_detector_finds_boxes_on_the_gpu(name, tmp_path):
+    """Not those of the CPU: TF32 moves scores, and with them which boxes are suppressed."""
+    import torchvision
+
+    from gpuml.worker.detector import Detector
+
+    torch.manual_seed(0)
+    least = {"box_score_thresh" if "rcnn" in name else "score_thresh": 0.0}
+    net = torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=4, **least)
+    save_detector(net, tmp_path / "net.pt2")
+    network = cache.network(name, CUDA, "float32", lambda: tmp_path / "net.pt2")
+    first, broken, last = Detector(network, Spec("0" * 64), 2).run([encoded(0), b"broken", encoded(1, width=90)])
+    assert broken.startswith("not_image")
+    for found, width in ((first, 60), (last, 90)):
+        assert len(found.corners) > 5
+        assert ((found.corners >= 0) & (found.corners <= width)).all()
+
+
+def test_a_network_of_tensors_runs_as_it_does_on_the_cpu(tmp_path):
+    pytest.importorskip("pyarrow")
+    from gpuml.worker.score import TensorRunner
+
+    sample = {"wide": torch.randn(3, 4), "ids": torch.tensor([1, 2, 3])}
+    save_model(WideAndDeep(), tmp_path / "net.pt2", inputs=sample)
+    rows = [torch.randn(100, 4), torch.arange(100) % 10]
+    got, wanted = (
+        TensorRunner(
+            cache.network("tensors", where, "float32", lambda: tmp_path / "net.pt2"), Spec("0" * 64, batch_size=32)
+        ).run(rows, {0, 1, 2})
+        for where in (CUDA, CPU)
+    )
+    for i in range(3):
+        torch.testing.assert_close(got[i], wanted[i], rtol=1e-3, atol=2e-3)
 
 
 def test_a_users_function_gets_tensors_on_its_device_which_is_the_current_one():

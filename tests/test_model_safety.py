@@ -979,6 +979,29 @@ def test_symbolic_sizes_are_arithmetic_only(size: str, safe: bool, good: Path, t
 
 
 @pytest.mark.parametrize(
+    ("guard", "safe"),
+    [
+        ("L['x'].size()[0] == L['x'].size()[0]", True),
+        ("L['args'][0].size()[0] == L['args'][10].size()[1]", True),
+        ("L['x'].size()[0] == L['x'].size()[0] or exit()", False),
+        ("L['x'].size()[0] == L['x'].size()[0]\n", False),
+        ("L['x'].size()[0] == L['x'].size()[exit()]", False),
+        ("L['x'].size()[0] == L['x'].__class__", False),
+        ("L['x'][exit()].size()[0] == L['x'].size()[0]", False),
+        ("L['x']) or exit() or (L['x'].size()[0] == 1", False),
+        ("L['__import__'].size()[0] == L['x'].size()[0]", False),
+    ],
+)
+def test_guards_compare_the_lengths_of_inputs_only(guard: str, safe: bool, good: Path, tmp_path: Path) -> None:
+    path = edited(good, tmp_path / "net.pt2", MODEL, lambda value: value.update(guards_code=[guard]))
+    if safe:
+        assert check_archive(path) == "export"
+    else:
+        with pytest.raises(ModelFileError, match="as 'guards_code'"):
+            check_archive(path)
+
+
+@pytest.mark.parametrize(
     "target",
     ["torch.os.system", "torch.hub.load", "torch.ops.load_library", "torch.ops.aten.relu.__class__", "builtins.eval",
      "_operator.methodcaller", "torch.ops.aten.from_file.out", "torch.ops.aten.resize_.default", "#ext:thing", "",

@@ -12,7 +12,7 @@ from torch import nn
 from gpuml import DeviceMemoryError, ModelError, save_model
 from gpuml.models.cards import Port, TensorCard
 from gpuml.spec import Spec
-from gpuml.worker import cache
+from gpuml.worker import cache, passes
 from gpuml.worker.cache import Network
 from gpuml.worker.device import Task
 from gpuml.worker.score import TensorRunner, score
@@ -135,6 +135,14 @@ def test_no_row_and_no_good_row_are_tensors_of_no_rows():
 def test_nan_among_integers_is_a_null():
     made = taken(pa.array([1.0, float("nan"), 3.0]), ID)
     assert made == ([0, 2], [[1, 3]], [None, "null_input: input 'id' is null", None])
+
+
+@pytest.mark.parametrize("cells", [[None, None], [None, []], [[], [None]], [[[]], [None]], [[None, None]]])
+def test_a_column_without_a_number_needs_no_type(cells):
+    """Through pandas, before Spark 4.1, an array has the type of what it holds."""
+    rows, (grid,), reasons = tensors_of([pa.array(cells)], [GRID])
+    assert (rows.tolist(), grid.shape) == ([], (0, 2, 3))
+    assert all(reasons)
 
 
 def test_values_are_laid_around_the_rows_that_failed():
@@ -262,6 +270,29 @@ def test_out_of_memory_halves_the_slice_and_loses_no_row(caplog):
     assert device.calls == [8, 4, 2, 2, 2, 2, 2]
     assert "ran out of memory at 8 rows" in caplog.text
     assert runner.network.batch_limit == 2
+
+
+def test_out_of_memory_within_torchscript_halves_the_slice_too(monkeypatch):
+    """Its interpreter makes a plain RuntimeError of it."""
+    failures = []
+    monkeypatch.setattr(passes, "_failed_allocations", lambda device: len(failures))
+
+    def forward(x, ids):
+        if len(x) > 3:
+            failures.append(len(x))
+            raise RuntimeError("as TorchScript's interpreter says it")
+        return (x + ids,)
+
+    made = TensorRunner(Network(forward, CARD, CPU, "float32"), Spec("0" * 64)).run([torch.ones(8), torch.ones(8)], {0})
+    assert (made[0].tolist(), failures) == ([2.0] * 8, [8, 4])
+
+
+def test_another_failure_of_the_network_is_not_taken_for_it():
+    def forward(x, ids):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        TensorRunner(Network(forward, CARD, CPU, "float32"), Spec("0" * 64)).run([torch.ones(8), torch.ones(8)], {0})
 
 
 def test_a_row_that_does_not_fit_alone_is_an_error_with_advice():

@@ -316,7 +316,7 @@ def test_a_file_of_the_other_kind_is_refused_naming_the_stage_that_runs_it(tmp_p
     save_model(Pooled(), tmp_path / "images.pt2", preprocess=PLAIN)
     with pytest.raises(ModelError, match=r"tensors\.pt2 is a network that takes wide: .*: TensorTransformer runs it"):
         resolve_images(str(tmp_path / "tensors.pt2"))
-    with pytest.raises(ModelError, match=r"images\.pt2 is a network that takes images: ImageClassifier or"):
+    with pytest.raises(ModelError, match=r"images\.pt2 is a network that takes pixels of one size: ImageClassifier or"):
         resolve(str(tmp_path / "images.pt2"))
     assert isinstance(read_card(tmp_path / "images.pt2"), Card)
 

@@ -190,7 +190,9 @@ def test_predict_refuses_what_transform_would(stage):
         ({"ids": [1]}, r"takes column 'wide': there is no such column among \['ids'\]"),
         ({"ids": [1.5], "wide": [[1.0] * 4]}, "must be 'bigint', and not every value is one"),
         ({"ids": [1], "wide": [1.0]}, "must be 'array<float>', arrays of length 4, or a Vector"),
-        ({"ids": ["1"], "wide": [[1.0] * 4]}, "not numbers|must be 'bigint'"),
+        ({"ids": ["1"], "wide": [[1.0] * 4]}, "is of type string; it must be 'bigint'"),
+        ({"ids": np.array([2**63], np.uint64), "wide": [[1.0] * 4]}, "is of type uint64; it must be 'bigint'"),
+        ({"ids": [1], "wide": [["1"] * 4]}, "is of type list<.*string>; it must be 'array<float>'"),
         ({"ids": [1], "wide": [[1.0, "2"]]}, "are not numbers"),
     ]:
         with pytest.raises(ParamError, match=said):
@@ -261,7 +263,7 @@ def test_stages_and_models_that_do_not_fit_name_those_that_do(spark, stage, tmp_
     with pytest.raises(ModelError, match="ImageClassifier"):
         TensorTransformer(model="torchvision:resnet18").transform(spark.range(1))
     save_model(Pooled(), tmp_path / "images.pt2", preprocess=PLAIN)
-    with pytest.raises(ModelError, match="takes images: ImageClassifier"):
+    with pytest.raises(ModelError, match="takes pixels of one size: ImageClassifier"):
         TensorTransformer(model=str(tmp_path / "images.pt2")).transform(spark.range(1))
     images = spark.createDataFrame([(b"",)], "content binary")
     with pytest.raises(ModelError, match="TensorTransformer runs it"):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
+from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
@@ -98,6 +99,29 @@ class _Transform(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvision
         return resized[0], target
 
 
+class _DefaultBoxes(DefaultBoxGenerator):  # type: ignore[misc]  # torchvision has no types
+    """torchvision's default boxes of an SSD, made on the device of their widths and heights.
+
+    Those are tensors of the file, which torch.jit.load takes to the GPU. torchvision (0.29) makes their centres on the
+    CPU always, and would fail to join the two.
+    """
+
+    def _grid_default_boxes(self, grid_sizes: list[list[int]], image_size: list[int], dtype: torch.dtype) -> Tensor:
+        made: list[Tensor] = []
+        for k, size in enumerate(grid_sizes):
+            pairs = self._wh_pairs[k].clamp(min=0, max=1) if self.clip else self._wh_pairs[k]
+            if self.steps is not None:
+                height, width = image_size[0] / self.steps[k], image_size[1] / self.steps[k]
+            else:
+                height, width = float(size[0]), float(size[1])
+            y = ((torch.arange(0, size[0], device=pairs.device) + 0.5) / height).to(dtype=dtype)
+            x = ((torch.arange(0, size[1], device=pairs.device) + 0.5) / width).to(dtype=dtype)
+            centres = torch.stack([x.repeat(size[0]), y.repeat_interleave(size[1])], dim=1)
+            every = centres.repeat_interleave(pairs.shape[0], dim=0)  # each centre with each pair
+            made.append(torch.cat([every, pairs.repeat(size[0] * size[1], 1)], dim=1))
+        return torch.cat(made, dim=0)
+
+
 def _for_boxes(module: nn.Module) -> _Boxes:
     """A network for its boxes alone: without heads for masks and keypoints, and with nothing to warn of."""
     heads: Any = getattr(module, "roi_heads", None)
@@ -106,6 +130,9 @@ def _for_boxes(module: nn.Module) -> _Boxes:
     transform: Any = getattr(module, "transform", None)
     if type(transform) is GeneralizedRCNNTransform:
         transform.__class__ = _Transform
+    for part in module.modules():
+        if type(part) is DefaultBoxGenerator:
+            part.__class__ = _DefaultBoxes
     if hasattr(module, "_has_warned"):
         module._has_warned = True  # type: ignore[assignment]  # a plain attribute: that losses are given as well
     return _Boxes(module).eval()

@@ -16,7 +16,7 @@ from gpuml.models.cards import CARD, DetectionCard, checked_kind
 from gpuml.models.detection import save_detector
 from gpuml.models.file import find_card, open_program, write
 from gpuml.models.found import Found, did_you_mean
-from gpuml.models.sources import ZOOS, from_place, local_weights, request_of
+from gpuml.models.sources import ZOOS, from_place, local_weights, refuse_weights, request_of
 from gpuml.models.weights import local_path
 from gpuml.models.zoo_torchvision import PREFIX, detection_names
 from gpuml.spec import PYTHON
@@ -46,8 +46,7 @@ def resolve(model: str, weights: str = "", labels: Sequence[str] = ()) -> str:
             f"model={model!r}: an ObjectDetector runs torchvision's detection models and files of gpuml.save_detector. "
             f"Write a network of your own once: gpuml.save_detector(net, 'net.pt2', labels=[...])"
         )
-    if weights:
-        raise ModelError(f"weights={weights!r} go with a zoo's name such as '{PREFIX}fasterrcnn_resnet50_fpn'")
+    refuse_weights(model, weights, f"{PREFIX}fasterrcnn_resnet50_fpn")
     if re.fullmatch(r"[\w-]+", model) and not local_path(model).exists():
         hint = did_you_mean(PREFIX, model, detection_names()) or f" Did you mean './{model}.pt2'?"
         raise ModelError(f"model={model!r} has no source.{hint}")

@@ -52,12 +52,22 @@ def resolve(model: str, weights: str = "", labels: Sequence[str] = (), preproces
         if model.startswith(prefix):
             with local_weights(weights) as near:
                 return _from_zoo(model, find(model.removeprefix(prefix), near, labels), labels, preprocess)
+    refuse_weights(model, weights, f"{zoo_torchvision.PREFIX}resnet50")
+    return from_place(model, partial(_from_file, labels=labels, preprocess=preprocess))
+
+
+def refuse_weights(model: str, weights: str, name: str) -> None:
+    """Refuse weights beside a source that is no zoo's; `name` is one that is.
+
+    Raises
+    ------
+    ModelError
+        There are weights.
+    """
     if weights:
         raise ModelError(
-            f"weights={_shown(weights)!r} go with a zoo's name such as 'torchvision:resnet50', not "
-            f"model={_shown(model)!r}"
+            f"weights={_shown(weights)!r} go with a zoo's name such as {name!r}, not model={_shown(model)!r}"
         )
-    return from_place(model, partial(_from_file, labels=labels, preprocess=preprocess))
 
 
 def from_place(model: str, take: Callable[..., str]) -> str:

@@ -79,6 +79,7 @@ class ObjectDetector(ImageStage, HasLabels, HasOutputCol):
         "images that are decoded together, from 1 up; those of one size share a forward pass",
         at_least("batchSize", 1),
     )
+    dtype = param("dtype", "'float32'; a transform refuses any other", HasModel.dtype.typeConverter)
     scoreThreshold = param(
         "scoreThreshold",
         "boxes of a lower score are left out, 0 to 1. A model has a least score and a largest number of boxes of its "

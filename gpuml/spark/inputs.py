@@ -96,10 +96,15 @@ def check_type(kind: pa.DataType, port: Port, what: str, text: str) -> None:
 
 
 def _keeps(leaf: pa.DataType, dtype: str) -> bool:
-    """Whether a type of numbers goes into torch's without a loss, but for precision."""
-    if dtype == "float32" or pa.types.is_boolean(leaf):
+    """Whether a type of numbers goes into torch's without a loss, but for precision; anything else does not."""
+    if pa.types.is_boolean(leaf):
         return True
-    return dtype != "bool" and pa.types.is_integer(leaf) and leaf.bit_width <= int(dtype.removeprefix("int"))
+    if dtype == "float32":
+        return bool(pa.types.is_integer(leaf) or pa.types.is_floating(leaf))
+    if dtype == "bool" or not pa.types.is_integer(leaf):
+        return False
+    # pandas has unsigned numbers: the highest bit is no sign there.
+    return bool(leaf.bit_width + pa.types.is_unsigned_integer(leaf) <= int(dtype.removeprefix("int")))
 
 
 def _nesting(depth: int, port: Port) -> str:

@@ -158,7 +158,7 @@ class HasModel(Params):
     )
     dtype = param(
         "dtype",
-        "'float32', or the autocast type 'bfloat16' or 'float16'; scores are float32 always",
+        "'float32', or the autocast type 'bfloat16' or 'float16'; output columns have the same types with each",
         choice("dtype", DTYPES),
     )
     handleInvalid = param(

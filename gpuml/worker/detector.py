@@ -158,20 +158,13 @@ class Detector(Passes):
         """uint8 (3, height, width) each on the host -> what the network finds in each, on the host."""
         device = self.network.device
         stream = torch.cuda.current_stream(device) if self._on_cuda else None
-        failures = _failed_allocations(device)
         with torch.inference_mode():
             copy = now(stream)
             copied = [picture.to(device) for picture in pictures]
             begin = now(stream)
             # As torchvision's to_tensor does it: planes of floats, 0..1.
             inputs = [picture.to(torch.float32).contiguous().div_(255) for picture in copied]
-            try:
-                given = self.network.forward(inputs)
-            except RuntimeError as error:
-                # TorchScript's interpreter makes a plain RuntimeError of what runs out of memory in it.
-                if _failed_allocations(device) > failures:
-                    raise torch.OutOfMemoryError(str(error)) from None
-                raise
+            given = self._call(inputs)
             check_detections(given, len(pictures), "the model")
             host = [[found[key].cpu() for key in ("boxes", "labels", "scores")] for found in given]
             end = now(stream)
@@ -179,11 +172,6 @@ class Detector(Passes):
             stream.synchronize()
         part = Part(len(pictures), (copy, begin), (begin, end))
         return part, [_kept(found, self.spec.score_threshold) for found in host]
-
-
-def _failed_allocations(device: torch.device) -> int:
-    """How often torch's allocator had no memory on a GPU."""
-    return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0
 
 
 def _kept(found: Sequence[Tensor], threshold: float) -> _Found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -55,6 +55,21 @@ class Passes:
                 rows, halved = self._halve(stop - start), True
         return parts
 
+    def _call(self, *inputs: Any) -> Any:
+        """What the network gives for its inputs.
+
+        TorchScript's interpreter makes a plain RuntimeError of what runs out of memory: the allocator's count tells.
+        """
+        failures = _failed_allocations(self.network.device)
+        try:
+            return self.network.forward(*inputs)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except RuntimeError as error:
+            if _failed_allocations(self.network.device) > failures:
+                raise torch.OutOfMemoryError(str(error)) from None
+            raise
+
     def _attempt(self, forward: Callable[[], T]) -> list[T]:
         """What one forward pass gives; nothing when the device's memory ran out."""
         try:
@@ -79,3 +94,10 @@ class Passes:
             "gpuml: %s ran out of memory at %d rows a pass; this worker tries %d", self.network.device, rows, half
         )
         return half
+
+
+def _failed_allocations(device: torch.device) -> int:
+    """How often torch's allocator had no memory on a GPU."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_ooms", 0))  # memory_stats flattens them all

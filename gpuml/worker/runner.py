@@ -188,7 +188,7 @@ class Runner(Passes):
                 inputs = inputs.contiguous()
             dtype = getattr(torch, network.dtype)
             with torch.autocast(network.device.type, dtype=dtype, enabled=dtype != torch.float32):
-                output = network.forward(inputs)
+                output = self._call(inputs)
             if not isinstance(output, Tensor) or tuple(output.shape) != (len(pixels), network.card.width):
                 shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
                 raise ModelError(

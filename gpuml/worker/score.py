@@ -113,7 +113,7 @@ class TensorRunner(Passes):
             torch.inference_mode(),
             torch.autocast(network.device.type, dtype=dtype, enabled=dtype != torch.float32),
         ):
-            given = network.forward(*(each.to(network.device) for each in inputs))
+            given = self._call(*(each.to(network.device) for each in inputs))
             for i, output in outputs.items():
                 if given[i].shape != output.shape:
                     raise ModelError(

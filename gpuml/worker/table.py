@@ -36,7 +36,7 @@ def tensors_of(columns: Sequence[pa.Array], ports: Sequence[Port]) -> tuple[Rows
     """
     count = len(columns[0])
     reasons: list[str | None] = [None] * count
-    found = [_numbers(column, port, reasons) for column, port in zip(columns, ports, strict=True)]
+    found = [_numbers(_typed(column, port), port, reasons) for column, port in zip(columns, ports, strict=True)]
     fits = np.ones(count, bool)
     for rows, _ in found:
         if len(rows) < count:
@@ -57,6 +57,19 @@ def around(values: pa.Array, rows: Rows, count: int) -> pa.Array:
     missing = np.ones(count, bool)
     places[rows], missing[rows] = np.arange(len(rows)), False
     return values.take(pa.array(places, mask=missing))
+
+
+def _typed(column: pa.Array, port: Port) -> pa.Array:
+    """A column that has a type, if it holds no number at all: through pandas it has none (before Spark 4.1)."""
+    leaf = column.type
+    while pa.types.is_list(leaf):
+        leaf = leaf.value_type
+    if not pa.types.is_null(leaf):
+        return column
+    kind = pa.from_numpy_dtype(np.dtype(port.dtype))
+    for _ in port.shape:
+        kind = pa.list_(kind)
+    return column.cast(kind)
 
 
 def _numbers(column: pa.Array, port: Port, reasons: list[str | None]) -> tuple[Rows, Any]:
