@@ -55,15 +55,12 @@ def resolve(model: str, weights: str = "", labels: Sequence[str] = ()) -> str:
 
 def _from_zoo(found: Found, labels: Sequence[str]) -> str:
     """A zoo's model, scripted once per key, labels and versions."""
-    request = request_of({**found.key, "kind": "detection"}, labels, None)
-    if known := store.recall(request):
-        return known
-    built = found.build()
-    with store.incoming() as new:
+
+    def write_new(new: Path) -> None:
+        built = found.build()
         save_detector(built.net, new, labels or built.labels)
-        sha256 = store.add(new)
-    store.remember(request, sha256)
-    return sha256
+
+    return store.once(request_of({**found.key, "kind": "detection"}, labels, None), write_new)
 
 
 def _from_file(
@@ -79,14 +76,12 @@ def _from_file(
     card = checked_kind(found, DetectionCard, str(path))
     if labels in ((), card.labels):
         return sha256 or add(path)
-    request = request_of({"file": sha256 or store.hash_of(path), "kind": "detection"}, labels, None)
-    if known := store.recall(request):
-        return known
-    if card.labels and len(card.labels) != len(labels):
-        raise ModelError(f"{len(labels)} labels in place of the {len(card.labels)} of {path}; give as many")
-    with store.incoming() as new:
+
+    def rewrite(new: Path) -> None:
+        if card.labels and len(card.labels) != len(labels):
+            raise ModelError(f"{len(labels)} labels in place of the {len(card.labels)} of {path}; give as many")
         program = open_program(path)[2]
         write(program, new, replace(card, labels=labels, gpuml=__version__, torch=torch.__version__))
-        sha256 = store.add(new)
-    store.remember(request, sha256)
-    return sha256
+
+    request = request_of({"file": sha256 or store.hash_of(path), "kind": "detection"}, labels, None)
+    return store.once(request, rewrite)

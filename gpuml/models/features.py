@@ -43,13 +43,7 @@ def features_of(sha256: str, layer: str) -> str:
     if layer == OUTPUT:
         return sha256
     request: dict[str, object] = {"file": sha256, "layer": layer, "torch": torch.__version__, "gpuml": __version__}
-    if known := store.recall(request):
-        return known
-    with store.incoming() as new:
-        save_features(store.path_of(sha256), layer, new)
-        made = store.add(new)
-    store.remember(request, made)
-    return made
+    return store.once(request, lambda new: save_features(store.path_of(sha256), layer, new))
 
 
 def save_features(source: Path, layer: str, path: Path) -> None:

@@ -129,18 +129,15 @@ def local_weights(weights: str) -> Iterator[str]:
 
 def _from_zoo(model: str, found: Found, labels: Sequence[str], preprocess: Preprocess | None) -> str:
     """A zoo's model, exported once per key, labels, preprocessing and versions."""
-    request = request_of(found.key, labels, preprocess)
-    if known := store.recall(request):
-        return known
-    built = found.build()
-    wanted = preprocess or built.preprocess
-    if wanted is None:
-        raise ModelError(f"model={model!r}: {built.no_preprocess}; give preprocess=Preprocess(...)")
-    with store.incoming() as new:
+
+    def write(new: Path) -> None:
+        built = found.build()
+        wanted = preprocess or built.preprocess
+        if wanted is None:
+            raise ModelError(f"model={model!r}: {built.no_preprocess}; give preprocess=Preprocess(...)")
         save_model(built.net, new, labels=labels or built.labels, preprocess=wanted, activation=built.activation)
-        sha256 = store.add(new)
-    store.remember(request, sha256)
-    return sha256
+
+    return store.once(request_of(found.key, labels, preprocess), write)
 
 
 def _from_file(
@@ -167,13 +164,7 @@ def _from_file(
     ):
         return sha256 or add(path)
     request = request_of({"file": sha256 or store.hash_of(path)}, labels, preprocess)
-    if known := store.recall(request):
-        return known
-    with store.incoming() as new:
-        rewrite(path, new, labels=labels, preprocess=preprocess)
-        sha256 = store.add(new)
-    store.remember(request, sha256)
-    return sha256
+    return store.once(request, lambda new: rewrite(path, new, labels=labels, preprocess=preprocess))
 
 
 def request_of(key: dict[str, object], labels: Sequence[str], preprocess: Preprocess | None) -> dict[str, object]:

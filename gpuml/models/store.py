@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -135,6 +135,17 @@ def hash_stream(file: BinaryIO) -> str:
     while block := file.read(1 << 20):
         digest.update(block)
     return digest.hexdigest()
+
+
+def once(request: dict[str, object], write: Callable[[Path], None]) -> str:
+    """sha256 of the model file of a request; `write` makes it at a path, unless the index knows one."""
+    if known := recall(request):
+        return known
+    with incoming() as path:
+        write(path)
+        sha256 = add(path)
+    remember(request, sha256)
+    return sha256
 
 
 def recall(request: dict[str, object]) -> str | None:

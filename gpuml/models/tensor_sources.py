@@ -67,13 +67,7 @@ def _from_file(
         if not labels or labels == card.labels:
             return sha256 or add(path)
     request = request_of({"file": sha256 or store.hash_of(path), "kind": "tensors"}, labels, None)
-    if known := store.recall(request):
-        return known
-    with store.incoming() as new:
-        _rewrite(path, new, labels)
-        made = store.add(new)
-    store.remember(request, made)
-    return made
+    return store.once(request, lambda new: _rewrite(path, new, labels))
 
 
 def _rewrite(source: Path, path: Path, labels: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,21 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
         """What the stage's Params name of files: the model, and what goes with it."""
         return [self.getModel()]
 
+    def _cut(self, sha256: str) -> str:
+        """The model file that the stage runs, made of the one that its Params lead to."""
+        return sha256
+
+    @classmethod
+    def _of_file(cls, write: Callable[[Path], None], params: dict[str, Any]) -> Self:
+        """A stage with these Params, for the model file that `write` makes at a path."""
+        with store.incoming() as path:
+            write(path)
+            sha256 = store.add(path)
+        stage = cls()
+        stage.setParams(**params, model=f"sha256:{sha256}")
+        stage._held = stage._cut(sha256)
+        return stage
+
     def _resolve(self, *sources: str) -> str:
         """sha256 of the model file that they lead to."""
         raise NotImplementedError
@@ -89,7 +104,7 @@ class ModelStage(Transformer, HasModel, MLReadable[Any], MLWritable):
                         file = copies.enter_context(_spark_copy(text, spark))
                         copies.enter_context(named(file, text))
                         texts[place] = str(file)
-                self._held = self._resolve(*texts)
+                self._held = self._cut(self._resolve(*texts))
         return self._held
 
     def setParams(self, **params: Any) -> Self:

@@ -13,7 +13,6 @@ from pyspark.ml.param.shared import HasOutputCol
 from pyspark.sql import SparkSession
 
 from gpuml.errors import ParamError
-from gpuml.models import store
 from gpuml.spark import columns
 from gpuml.spark.images import ImageStage
 from gpuml.spark.params import HasLabels, HasModel, at_least, param
@@ -145,13 +144,7 @@ class ObjectDetector(ImageStage, HasLabels, HasOutputCol):
         """
         from gpuml.models.detection import save_detector
 
-        with store.incoming() as path:
-            save_detector(net, path, labels)
-            sha256 = store.add(path)
-        stage = cls()
-        stage.setParams(**params, model=f"sha256:{sha256}")
-        stage._held = sha256
-        return stage
+        return cls._of_file(lambda path: save_detector(net, path, labels), params)
 
     def _resolve(self, *sources: str) -> str:
         from gpuml.models.detection_sources import resolve

@@ -130,15 +130,11 @@ class PixelStage(ImageStage, HasPreprocess):
         """Names of the model's outputs, in place of its own."""
         return []
 
-    def _cut(self, sha256: str) -> str:
-        """The model file that the stage runs, made of the one that its Params lead to."""
-        return sha256
-
     def _resolve(self, *sources: str) -> str:
         from gpuml.models.sources import resolve
 
         model, weights = sources
-        return self._cut(resolve(model, weights, self._labels(), self._preprocess()))
+        return resolve(model, weights, self._labels(), self._preprocess())
 
     @classmethod
     def from_module(
@@ -164,13 +160,9 @@ class PixelStage(ImageStage, HasPreprocess):
         """
         from gpuml.models.file import save_model
 
-        with store.incoming() as path:
-            save_model(net, path, preprocess=preprocess, labels=labels, activation=activation)
-            sha256 = store.add(path)
-        stage = cls()
-        stage.setParams(**params, model=f"sha256:{sha256}")
-        stage._held = stage._cut(sha256)
-        return stage
+        return cls._of_file(
+            lambda path: save_model(net, path, preprocess=preprocess, labels=labels, activation=activation), params
+        )
 
     def _is_python(self) -> bool:
         """Whether the network is the user's own code in each worker, with no model file."""

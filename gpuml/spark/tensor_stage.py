@@ -12,7 +12,6 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from gpuml.errors import ParamError
-from gpuml.models import store
 from gpuml.spark import columns, inputs
 from gpuml.spark.base import ModelStage
 from gpuml.spark.mappings import HasMappings
@@ -132,13 +131,10 @@ class TensorTransformer(ModelStage, HasMappings, HasLabels, HasPredictionCol, Ha
         """
         from gpuml.models.file import save_model
 
-        with store.incoming() as path:
-            save_model(net, path, inputs=inputs, outputs=outputs, labels=labels, activation=activation)
-            sha256 = store.add(path)
-        stage = cls()
-        stage.setParams(**params, model=f"sha256:{sha256}")
-        stage._held = sha256
-        return stage
+        return cls._of_file(
+            lambda path: save_model(net, path, inputs=inputs, outputs=outputs, labels=labels, activation=activation),
+            params,
+        )
 
     # --- Params ---------------------------------------------------------------------------------------------------
 
